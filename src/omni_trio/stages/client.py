@@ -1,0 +1,126 @@
+"""The interface between the runtime and one replica: what a user writes to bring an own engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from typing import Any, Protocol, TypeAlias, runtime_checkable
+
+import attrs
+import msgspec
+
+from omni_trio.messages import StageOutput, StageRequest
+from omni_trio.pipeline import StageSpec
+
+__all__ = ["ClientFactory", "ClientStatistics", "ReplicaContext", "StageClient"]
+
+
+class ClientStatistics(msgspec.Struct, frozen=True, kw_only=True):
+    """What a replica says of itself. -1 where it does not tell."""
+
+    running: int = -1
+    """Requests that it computes on."""
+    waiting: int = -1
+    """Requests that it has accepted and not begun."""
+    pid: int = -1
+    """The replica's process."""
+    extra: Mapping[str, Any] = {}
+
+
+@attrs.frozen(kw_only=True)
+class ReplicaContext:
+    """What a client factory is told about the replica that it shall open."""
+
+    stage: StageSpec
+    stage_id: int
+    replica_id: int
+    want_text: bool
+    """Whether anybody reads this stage's text."""
+    report: Callable[[str], None]
+    """Call it with the name of each phase of start-up (``spawn``, ``load``, ``ready``); must be on the trio thread."""
+    close_timeout: float
+    """Seconds that closing may take in all; the polite part has to be over well before."""
+
+
+@runtime_checkable
+class StageClient(Protocol):
+    """One open replica. All methods are called from one trio run; `receive` from one task only.
+
+    Opened by a `ClientFactory`'s context manager, whose exit lets go of everything within
+    `ReplicaContext.close_timeout`, even when cancelled. `omni_trio.testing.check_stage_client` checks an
+    implementation against what is said here.
+    """
+
+    def resolve_params(self, params: Any) -> Any:
+        """Check a caller's parameters for this stage and merge them with the stage's defaults.
+
+        Synchronous and cheap: it is called at admission, for every stage, before any stage is touched.
+
+        Args:
+            params: what the caller gave for this stage (a mapping, or an object of the engine's own class),
+                or None for the defaults.
+
+        Returns:
+            What `StageRequest.params` will carry. It is shared between requests and never changed.
+
+        Raises:
+            InvalidRequest: a parameter is unknown, of the wrong type or of another kind of stage.
+        """
+        ...
+
+    async def submit(self, request: StageRequest) -> None:
+        """Hand over a new request. When it returns, the replica has it or will fail it through `receive`.
+
+        When it raises or is cancelled, the replica does not have the request.
+
+        Raises:
+            InvalidRequest: the input can not be used (too long, empty, of the wrong form).
+            EngineDied: the replica is dead.
+        """
+        ...
+
+    async def update(self, request: StageRequest) -> None:
+        """Hand over more input of a request that was submitted with ``last=False``.
+
+        Raises:
+            InvalidRequest: as for `submit`, or the stage takes no updates.
+            EngineDied: the replica is dead.
+        """
+        ...
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        """Make the replica let go of requests. Ids that it does not know are ignored.
+
+        When it returns, the replica no longer works on them and no output of theirs will come out of `receive`.
+
+        Raises:
+            EngineDied: the replica is dead (and so holds nothing).
+        """
+        ...
+
+    async def receive(self) -> Sequence[StageOutput]:
+        """Wait for the next step's outputs: at least one, each request's in the order they were made.
+
+        Being cancelled loses nothing: what was not returned comes out of the next call.
+
+        Raises:
+            EngineDied: the replica is dead; it says why. Every later call raises it too.
+        """
+        ...
+
+    async def call(self, method: str, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        """Call a method of the engine or worker itself (collective RPC) and return its result.
+
+        Raises:
+            StageFailed: the method raised, or there is none.
+            EngineDied: the replica is dead, or died before it answered.
+        """
+        ...
+
+    def statistics(self) -> ClientStatistics:
+        """Return what the replica last said of itself."""
+        ...
+
+
+ClientFactory: TypeAlias = Callable[[ReplicaContext], AbstractAsyncContextManager[StageClient]]
+"""Opens one replica. Entering is its start-up: cancellable, and it raises `StartupFailed` with the phase."""

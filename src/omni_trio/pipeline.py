@@ -81,6 +81,9 @@ class StageSpec:
     """llm with ``prompt_format = "chat"``: the system message."""
     env: Mapping[str, str] = attrs.field(factory=dict, converter=_frozen_mapping)
     """Environment variables of the replica's process."""
+    path: tuple[str, ...] = attrs.field(default=(), converter=_optional_tuple)
+    """worker: folders put in front of ``sys.path`` in the worker process, so that `target` can be a module in one
+    of them. `load_pipeline` puts the pipeline file's own folder here unless the file says otherwise."""
     start_timeout: float = 300.0
     """Seconds a replica may take to come up."""
     probe_interval: float = 5.0
@@ -234,7 +237,8 @@ def _check_stage(stage: StageSpec, index: int) -> None:
     def fail(key: str, message: str) -> None:
         raise ConfigError(message, key=f"stages.{stage.name or index}.{key}")
 
-    if not stage.name or not all(part.isalnum() for part in stage.name.replace("-", "_").split("_") if part):
+    parts = [part for part in stage.name.replace("-", "_").split("_") if part]
+    if not parts or not all(part.isalnum() for part in parts):
         fail("name", f"{stage.name!r} is not a name: use letters, digits, '-' and '_'")
     if stage.kind not in KINDS:
         fail("kind", f"no such kind {stage.kind!r}{nearest(str(stage.kind), KINDS)} (kinds: {', '.join(KINDS)})")
@@ -256,6 +260,10 @@ def _check_stage(stage: StageSpec, index: int) -> None:
             fail("target", "a worker stage needs a target, such as 'package.module:Vocoder'")
         elif stage.target.count(":") != 1 or not all(stage.target.split(":")):
             fail("target", f"{stage.target!r} is not of the form 'package.module:name'")
+    elif stage.target is not None and stage.kind == "simulated":
+        fail("target", "only worker stages have a target; a simulated stage takes 'options'")
+    if stage.path and stage.kind != "worker":
+        fail("path", "only worker stages import their target from a path")
     if stage.kind in ("worker", "simulated"):
         for key in ("model", "system"):
             if getattr(stage, key) is not None:

@@ -38,6 +38,10 @@ def _optional_tuple(value: Sequence[str] | None) -> tuple[str, ...]:
     return tuple(value or ())
 
 
+def _stage_tuple(stages: Iterable[StageSpec]) -> tuple[StageSpec, ...]:
+    return tuple(stages)
+
+
 @attrs.frozen(kw_only=True)
 class StageSpec:
     """One logical step of a pipeline; its replicas are alike."""
@@ -112,7 +116,7 @@ class Pipeline:
         ConfigError: where the stages do not fit together; it names the stage and the key.
     """
 
-    stages: tuple[StageSpec, ...] = attrs.field(converter=tuple)
+    stages: tuple[StageSpec, ...] = attrs.field(converter=_stage_tuple)
     name: str = "pipeline"
     sources: tuple[int | None, ...] = attrs.field(init=False, repr=False, eq=False)
     """Per stage: the id of the stage that feeds it."""

@@ -8,6 +8,8 @@ was expected there and what was found.
 from __future__ import annotations
 
 import datetime as dt
+import importlib.machinery
+import importlib.util
 import os
 import re
 import sys
@@ -51,6 +53,8 @@ def load_pipeline(path: str | os.PathLike[str]) -> Pipeline:
     * Modules that lie next to the file can be named in ``bridge`` and ``target``: the file's folder goes to the
       front of this process's ``sys.path`` where a bridge needs it, and into `StageSpec.path` of worker stages whose
       table has no ``path`` of its own. Relative entries of a given ``path`` count from the file's folder.
+
+    Bridges are imported, and so run their modules; a worker's target is only looked for.
 
     Args:
         path: the file. It is read at once, so call this before `trio.run` or in a thread.
@@ -512,6 +516,7 @@ class _Reader:
         specs = [self.stage(stage, index) for index, stage in enumerate(stages)]
         self._check_unique([spec.name for spec in specs])
         self._import_bridges(specs)
+        self._find_targets(specs)
         try:
             return Pipeline(stages=specs, **named)
         except ConfigError as error:
@@ -570,6 +575,19 @@ class _Reader:
             except Exception as error:  # the user's module, which may raise anything
                 self._fail(key, f"importing {module!r} raised {type(error).__name__}: {error}", cause=error)
 
+    def _find_targets(self, specs: Sequence[StageSpec]) -> None:
+        """Miss a worker's module now and not in its process; it is not imported, which may cost seconds."""
+        for index, spec in enumerate(specs):
+            if spec.kind != "worker" or not spec.target:
+                continue
+            name = spec.target.partition(":")[0].partition(".")[0]
+            if name in sys.modules or importlib.machinery.PathFinder.find_spec(name, list(spec.path)) is not None:
+                continue
+            if not name.isidentifier() or importlib.util.find_spec(name) is None:
+                here = [entry.stem for folder in spec.path for entry in Path(folder).glob("*.py")]
+                where = ", ".join((*spec.path, "sys.path"))
+                self._fail(("stages", index, "target"), f"there is no module {name!r} in {where}{nearest(name, here)}")
+
     def _check_same_module(self, name: str, key: _Key) -> None:
         """Refuse to take another folder's module of the same name, which Python would do without a word."""
         beside = self._folder / f"{name}.py"
@@ -592,7 +610,7 @@ _BY_ANNOTATION: Mapping[str, _FieldReader] = {
     "StageKind": _Reader.text,
     "Modality": _Reader.text,
     "Bridge | str": _Reader.text,
-    'Literal["raw", "chat"]': _Reader.text,
+    "Literal['raw', 'chat']": _Reader.text,
     "int": _Reader.whole_number,
     "float": _Reader.number,
     "bool": _Reader.boolean,

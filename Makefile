@@ -1,0 +1,65 @@
+# Everything here runs in .venv, which the first target that needs it makes (see scripts/setup.sh).
+#
+#   make demo               on a processor
+#   make demo BACKEND=vllm  on a GPU
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+
+PYTHON ?= python3
+VENV ?= .venv
+BACKEND ?= cpu
+OUT ?= out/story
+# Per cent of src/omni_trio, branches included, below which "make test" fails.
+COVERAGE_MIN ?= 0
+PYTEST_ARGS ?=
+
+BIN := $(VENV)/bin
+CODE := $(wildcard src tests property_tests benchmarks examples scripts)
+# What flake8-async knows and ruff does not: cleanup that awaits without a shield, swallowed cancellation, scopes and
+# nurseries that a generator's yield would break, services started where they can not be waited for.
+ASYNC_RULES := ASYNC101,ASYNC102,ASYNC103,ASYNC104,ASYNC111,ASYNC112,ASYNC113,ASYNC118,ASYNC119,ASYNC120,ASYNC122,ASYNC900
+
+export PYTHON VENV BACKEND
+
+.PHONY: help
+help:  ## Show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+
+.PHONY: setup
+setup:  ## Make .venv with all that the other targets need (once; minutes)
+	@bash scripts/setup.sh "$(BACKEND)"
+
+.PHONY: demo
+demo: setup  ## Let a language model tell a story and a voice read it: out/story/
+	@$(BIN)/python examples/story/story.py --out $(OUT)
+
+.PHONY: test
+test: setup  ## Run all tests under coverage
+	@rm -f .coverage .coverage.*
+	@$(BIN)/coverage run -m pytest $(PYTEST_ARGS)
+	@$(BIN)/coverage combine --quiet
+	@$(BIN)/coverage report --fail-under=$(COVERAGE_MIN)
+
+.PHONY: check
+check: setup  ## Run the linters and the type checker
+	$(BIN)/ruff check $(CODE)
+	$(BIN)/ruff format --check $(CODE)
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/flake8-async --enable $(ASYNC_RULES) $$(find src examples -name '*.py')
+
+.PHONY: bench
+bench: setup  ## Measure, and compare with the figures in docs/
+	@$(BIN)/python -m benchmarks
+
+.PHONY: docs
+docs: setup  ## Build the documentation into site/
+	@$(BIN)/python -m pip --quiet install --editable '.[docs]'
+	@$(BIN)/mkdocs build --strict
+
+.PHONY: clean
+clean:  ## Remove what was made here, except .venv and the converted model
+	rm -rf out build dist site .coverage .coverage.* .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -1,0 +1,171 @@
+"""What waits for one request's consumer: at most one merged delta per stage, and the end."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import trio
+
+from omni_trio.merging import merge_data
+from omni_trio.messages import Output, StageMetrics, StageOutput
+from omni_trio.stages.leg import Leg
+
+from ._signal import Signal
+
+__all__ = ["Mailbox"]
+
+_JOIN_AT = 256
+"""Parts of text that are kept apart before they are joined, so that a consumer that never reads costs one
+string rather than one object per token."""
+
+
+class _Merged:
+    """Several outputs of one leg that the consumer has not taken yet."""
+
+    __slots__ = ("data", "last", "logprobs", "text", "token_ids")
+
+    def __init__(self, first: StageOutput) -> None:
+        self.token_ids: list[int] = list(first.token_ids)
+        self.text: list[str] = [first.text] if first.text else []
+        self.data: list[Mapping[str, Any]] = [first.data] if first.data else []
+        self.logprobs: list[Any] = list(first.logprobs or ())
+        self.last = first
+
+    def add(self, output: StageOutput) -> None:
+        self.token_ids.extend(output.token_ids)
+        if output.text:
+            self.text.append(output.text)
+            if len(self.text) >= _JOIN_AT:
+                self.text = ["".join(self.text)]
+        if output.data:
+            self.data.append(output.data)
+        if output.logprobs:
+            self.logprobs.extend(output.logprobs)
+        self.last = output
+
+
+class Mailbox:
+    """Outputs on their way to the consumer of one request.
+
+    Putting never blocks and never fails: a reader serves many requests and must not wait for one consumer. What
+    the consumer has not taken yet is merged per stage, so the box holds one entry per stage however slow the
+    consumer is, and content is never lost or reordered within a stage (I4).
+    """
+
+    __slots__ = ("_closed", "_entries", "_error", "_quiet", "_signal")
+
+    def __init__(self) -> None:
+        self._entries: dict[Leg, StageOutput | _Merged | StageMetrics] = {}
+        self._signal = Signal()
+        self._error: BaseException | None = None
+        self._closed = False
+        self._quiet = False
+
+    @property
+    def closed(self) -> bool:
+        """Whether the end has been put in."""
+        return self._closed
+
+    def put(self, leg: Leg, output: StageOutput) -> None:
+        """Add one output of a stage."""
+        entries = self._entries
+        waiting = entries.get(leg)
+        if waiting is None:
+            entries[leg] = output
+        elif isinstance(waiting, StageOutput):
+            merged = entries[leg] = _Merged(waiting)
+            merged.add(output)
+        elif isinstance(waiting, _Merged):
+            waiting.add(output)
+        if not self._quiet:
+            self._signal.set()
+
+    def put_metrics(self, leg: Leg, metrics: StageMetrics) -> None:
+        """Add the notice that a stage whose outputs are not final has finished."""
+        self._entries[leg] = metrics
+        if not self._quiet:
+            self._signal.set()
+
+    def close(self, error: BaseException | None = None, *, discard: bool = False) -> None:
+        """Put in the end: the first call counts, later ones do nothing.
+
+        Args:
+            error: what the consumer shall get raised, after what is still in the box; None: it ended well.
+            discard: throw away what is still in the box.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        self._error = error
+        if discard:
+            self._entries.clear()
+        self._signal.set()
+
+    async def take(self) -> Output | StageMetrics | None:
+        """Return the next event, or None at the end.
+
+        Raises:
+            BaseException: the error that `close` was given, once; after it the box is at its end.
+        """
+        if self._entries or self._closed:
+            await trio.lowlevel.checkpoint()
+        while not (self._entries or self._closed):
+            await self._signal.wait()
+        return self._next()
+
+    async def take_all(self) -> list[Output | StageMetrics]:
+        """Wait for the end and return all that has come since the last call, one event per stage.
+
+        The task is woken once, at the end, rather than once per output.
+
+        Raises:
+            BaseException: the error that `close` was given.
+        """
+        self._quiet = True
+        while not self._closed:
+            await self._signal.wait()
+        if self._error is not None:
+            self._entries.clear()
+        events = []
+        while (event := self._next()) is not None:
+            events.append(event)
+        return events
+
+    def _next(self) -> Output | StageMetrics | None:
+        if self._entries:
+            leg = next(iter(self._entries))
+            entry = self._entries.pop(leg)
+            return entry if isinstance(entry, StageMetrics) else _event(leg, entry)
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+        return None
+
+
+def _event(leg: Leg, entry: StageOutput | _Merged) -> Output:
+    token_ids: Sequence[int]
+    data: Mapping[str, Any]
+    if isinstance(entry, _Merged):
+        last = entry.last
+        token_ids, text, data = entry.token_ids, "".join(entry.text), merge_data(entry.data)
+        logprobs = entry.logprobs or None
+    else:
+        last = entry
+        token_ids, text, data, logprobs = entry.token_ids, entry.text, entry.data or {}, entry.logprobs
+    finished = last.finish_reason is not None
+    return Output(
+        request_id=leg.external_id,
+        stage=leg.stage,
+        stage_id=leg.stage_id,
+        replica_id=leg.replica.replica_id,
+        modality=leg.modality,
+        token_ids=token_ids,
+        text=text,
+        data=data,
+        finished=finished,
+        finish_reason=last.finish_reason,
+        stop_reason=last.stop_reason,
+        logprobs=logprobs,
+        metrics=leg.metrics if finished else None,
+    )

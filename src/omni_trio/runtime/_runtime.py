@@ -1,0 +1,343 @@
+"""`open_runtime` and the `Runtime` that it gives: the life of everything, and the face of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, final, get_args
+
+import trio
+
+from omni_trio.errors import EngineDied, InvalidRequest, OmniTrioError, StageFailed
+from omni_trio.messages import Prompt
+from omni_trio.pipeline import Pipeline, nearest
+from omni_trio.stages import ClientFactory, ClientStatistics, Replica, ReplicaState
+
+from ._groups import leaves, lone
+from ._handle import Request, Result
+from ._orchestrator import DeathPolicy, Orchestrator
+from ._statistics import (
+    Health,
+    ReplicaHealth,
+    ReplicaStatistics,
+    RpcResult,
+    RuntimeStatistics,
+    StageStatistics,
+)
+from ._trace import Instrument, Trace
+
+__all__ = ["Runtime", "open_runtime"]
+
+
+@final
+class Runtime:
+    """An open pipeline. Made by `open_runtime`; of no use outside of its block."""
+
+    def __init__(self, orchestrator: Orchestrator) -> None:
+        self._orchestrator = orchestrator
+
+    @property
+    def pipeline(self) -> Pipeline:
+        """What is being run."""
+        return self._orchestrator.pipeline
+
+    def request(
+        self,
+        prompt: Prompt,
+        *,
+        sampling_params: Any = None,
+        request_id: str | None = None,
+        final_stage: str | int | None = None,
+        deadline: float = math.inf,
+        priority: int = 0,
+    ) -> Request:
+        """Make a request, to be opened with ``async with``.
+
+        Args:
+            prompt: words, token ids, or a `StageInput` for all else.
+            sampling_params: parameters of the first stage; or a mapping from stage names to each one's; or a
+                list with one entry per stage (None: its defaults). They are merged over the stage's defaults.
+            request_id: how events and errors shall call it; unique among the requests in flight. Made up where
+                left out.
+            final_stage: name or index of the stage at which the request ends; its output goes to the caller
+                whether or not the pipeline calls it final. None: the request passes the whole pipeline.
+            deadline: seconds from now until the request is given up, everywhere.
+            priority: lower is sooner, as in vLLM.
+
+        Entering the block raises:
+            InvalidRequest: something in it can not be served; it says what. Nobody else is affected.
+            Overloaded: as many requests as allowed are in flight.
+            ShutDown: the runtime is closing.
+        """
+        if not deadline > 0:
+            raise InvalidRequest(f"a deadline is a number of seconds above 0, not {deadline!r}", request_id=request_id)
+        return Request(
+            self._orchestrator,
+            prompt,
+            {
+                "sampling_params": sampling_params,
+                "request_id": request_id,
+                "final_stage": final_stage,
+                "deadline": trio.current_time() + deadline,
+                "priority": priority,
+            },
+        )
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        *,
+        sampling_params: Any = None,
+        request_id: str | None = None,
+        final_stage: str | int | None = None,
+        deadline: float = math.inf,
+        priority: int = 0,
+    ) -> Result:
+        """Serve one request to its end and return its final outputs. Arguments as for `request`.
+
+        Raises:
+            RequestError: it did not end well, or could not be admitted.
+        """
+        async with self.request(
+            prompt,
+            sampling_params=sampling_params,
+            request_id=request_id,
+            final_stage=final_stage,
+            deadline=deadline,
+            priority=priority,
+        ) as request:
+            return await request.result()
+
+    async def abort(self, request_ids: str | Iterable[str]) -> tuple[str, ...]:
+        """End requests: their consumers get `RequestAborted`.
+
+        When it returns, no stage holds any of them, and no event of theirs will be delivered (I6). Ids of
+        requests that have ended, or never were, are ignored.
+
+        Returns:
+            The ids of those that it ended.
+
+        Raises:
+            EngineDied: a stage did not acknowledge; the replica counts as dead.
+        """
+        wanted = [request_ids] if isinstance(request_ids, str) else list(request_ids)
+        tasks = [task for one in wanted if (task := self._orchestrator.tasks.get(one)) is not None]
+        ended = [task for task in tasks if task.verdict is None]
+        for task in ended:
+            task.abort("it was aborted")
+        for task in tasks:
+            await task.done.wait()
+        for task in ended:
+            if task.abort_error is not None:
+                raise task.abort_error
+        await trio.lowlevel.checkpoint()
+        return tuple(task.external_id for task in ended)
+
+    async def collective_rpc(
+        self,
+        method: str,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        timeout: float = 30.0,
+        stages: Iterable[str] | None = None,
+    ) -> list[RpcResult]:
+        """Call a method of every engine or worker of some stages, all at the same time.
+
+        Args:
+            method: what the stages' clients know by that name (see each kind of stage).
+            args: positional arguments.
+            kwargs: keyword arguments.
+            timeout: seconds that each replica has to answer.
+            stages: names of the stages to ask; None: all.
+
+        Returns:
+            One entry per replica, ordered by stage and replica; a replica that failed or did not answer in time
+            has an `error` instead of a result.
+        """
+        names = [spec.name for spec in self.pipeline.stages]
+        asked = names if stages is None else list(stages)
+        for name in asked:
+            if name not in names:
+                raise InvalidRequest(f"stages: no stage is called {name!r}{nearest(name, names)}")
+        replicas = [replica for replica in self._orchestrator.replicas() if replica.spec.name in asked]
+        results: dict[int, RpcResult] = {}
+
+        async def ask(index: int, replica: Replica) -> None:
+            place: dict[str, Any] = _place(replica)
+            client = replica.client
+            if client is None or replica.state is not ReplicaState.READY:
+                error = EngineDied("the replica is not alive", **place)
+                results[index] = RpcResult(**place, error=replica.death or error)
+                return
+            try:
+                with trio.fail_after(timeout):
+                    results[index] = RpcResult(**place, result=await client.call(method, args, kwargs))
+            except trio.TooSlowError as error:
+                late = StageFailed(f"{method!r} was not answered within {timeout:g} s", **place)
+                late.__cause__ = error
+                results[index] = RpcResult(**place, error=late)
+            except OmniTrioError as error:
+                results[index] = RpcResult(**place, error=error)
+
+        async with trio.open_nursery() as nursery:
+            for index, replica in enumerate(replicas):
+                nursery.start_soon(ask, index, replica)
+        return [results[index] for index in range(len(replicas))]
+
+    def stats(self) -> RuntimeStatistics:
+        """Return what is going on right now."""
+        orchestrator = self._orchestrator
+        verdicts = orchestrator.verdicts
+        in_flight = len(orchestrator.tasks)
+        return RuntimeStatistics(
+            in_flight=in_flight,
+            admitted=in_flight + verdicts.total(),
+            finished=verdicts["finished"],
+            failed=verdicts["failed"],
+            aborted=verdicts["aborted"],
+            expired=verdicts["expired"],
+            rejected=orchestrator.rejected,
+            stages=tuple(
+                StageStatistics(
+                    stage=pool.spec.name,
+                    stage_id=pool.stage_id,
+                    replicas=tuple(_replica_statistics(replica) for replica in pool.replicas),
+                )
+                for pool in orchestrator.pools
+            ),
+        )
+
+    def health(self) -> Health:
+        """Return which replicas can work, and what the others died of."""
+        pools = self._orchestrator.pools
+        alive = [sum(1 for _ in pool.ready()) for pool in pools]
+        whole = all(count == len(pool.replicas) for count, pool in zip(alive, pools, strict=True))
+        return Health(
+            status="ok" if whole else "degraded" if all(alive) else "dead",
+            replicas=tuple(
+                ReplicaHealth(
+                    **_place(replica),
+                    state=replica.state.value,
+                    reason=None if replica.death is None else replica.death.message,
+                )
+                for replica in self._orchestrator.replicas()
+            ),
+        )
+
+
+def _place(replica: Replica) -> dict[str, Any]:
+    return {"stage": replica.spec.name, "stage_id": replica.stage_id, "replica_id": replica.replica_id}
+
+
+def _replica_statistics(replica: Replica) -> ReplicaStatistics:
+    return ReplicaStatistics(
+        replica_id=replica.replica_id,
+        state=replica.state.value,
+        requests=replica.load,
+        finished=replica.totals.requests,
+        tokens=replica.totals.tokens,
+        stray_outputs=replica.stray,
+        client=ClientStatistics() if replica.client is None else replica.client.statistics(),
+    )
+
+
+@asynccontextmanager
+async def open_runtime(
+    pipeline: Pipeline,
+    *,
+    clients: Mapping[str, ClientFactory],
+    on_engine_death: DeathPolicy = "fail_stop",
+    max_in_flight: int = 10_000,
+    abort_timeout: float = 10.0,
+    shutdown_deadline: float = 10.0,
+    instruments: Iterable[Instrument] = (),
+) -> AsyncIterator[Runtime]:
+    """Bring a pipeline up, give it to the block, and take it down again.
+
+    Entering starts all replicas at the same time and returns when all are up. Leaving, for whatever reason, takes
+    no more requests, ends those in flight (each gets its one terminal), aborts them at the stages, and then closes
+    the engines: politely, then with SIGTERM, then with SIGKILL.
+
+    Args:
+        pipeline: what to run.
+        clients: by stage name, what opens a replica of it.
+        on_engine_death: ``fail_stop``: when a replica dies every request in flight fails with `EngineDied`, the
+            block is cancelled and this raises `EngineDied`. ``isolate``: only requests that the replica had in
+            hand fail, with `ReplicaLost`; the runtime goes on with the other replicas.
+        max_in_flight: requests that may be in flight; one more is refused with `Overloaded`.
+        abort_timeout: seconds that a stage has to acknowledge an abort; one that does not counts as dead.
+        shutdown_deadline: seconds that closing all engines may take, SIGKILL included.
+        instruments: callables that are told what happens (`TraceEvent`).
+
+    Raises:
+        StartupFailed: a replica did not come up; those that had are down again.
+        EngineDied: an engine died (under ``fail_stop``).
+    """
+    if on_engine_death not in (policies := get_args(DeathPolicy)):
+        raise ValueError(f"on_engine_death: expected one of {', '.join(policies)}, not {on_engine_death!r}")
+    if max_in_flight < 1:
+        raise ValueError(f"max_in_flight: expected at least 1, not {max_in_flight}")
+    for stage in pipeline.stages:
+        if stage.name not in clients:
+            raise ValueError(f"clients: there is none for stage {stage.name!r}")
+    trace = Trace(instruments)
+    orchestrator = Orchestrator(
+        pipeline,
+        [clients[stage.name] for stage in pipeline.stages],
+        trace=trace,
+        on_engine_death=on_engine_death,
+        max_in_flight=max_in_flight,
+        abort_timeout=abort_timeout,
+        close_timeout=shutdown_deadline,
+    )
+    trace.emit("runtime.opening")
+    body: BaseException | None = None
+    failure: BaseException | None = None
+    try:
+        # The outer nursery holds the engines, the inner one the requests: engines outlive those who use them.
+        async with trio.open_nursery() as services:
+            try:
+                await orchestrator.start(services)
+                trace.emit("runtime.open")
+                with orchestrator.body_scope:
+                    async with trio.open_nursery() as requests:
+                        orchestrator.open(requests)
+                        try:
+                            yield Runtime(orchestrator)
+                        except BaseException as error:
+                            body = error
+                            raise
+                        finally:
+                            trace.emit("runtime.closing")
+                            orchestrator.close()
+            finally:
+                orchestrator.stop("the runtime closes")
+    except BaseException as error:
+        failure = error
+    trace.emit("runtime.closed")
+    # Raised out here, so that what a user sees first does not drag the nurseries' groups along as its context.
+    if (outcome := _outcome(failure, body, orchestrator.fatal)) is not None:
+        raise outcome
+
+
+def _outcome(
+    failure: BaseException | None, body: BaseException | None, fatal: EngineDied | None
+) -> BaseException | None:
+    """What leaving the block raises: a lone cause where there is one, else a group; never less than there was."""
+    if fatal is None:
+        return None if failure is None else lone(failure, body=body)
+    others = [] if failure is None else [error for error in leaves(failure) if not _tells_of(error, fatal)]
+    if not others:
+        return fatal
+    return BaseExceptionGroup("an engine died, and the block raised as well", [fatal, *others])
+
+
+def _tells_of(error: BaseException, death: EngineDied) -> bool:
+    """Whether an error only passes on the news of a death to one request."""
+    return (
+        isinstance(error, trio.Cancelled)
+        or error is death
+        or (isinstance(error, EngineDied) and error.__cause__ is death)
+    )

@@ -1,0 +1,127 @@
+"""One request at one stage: who owns it, which replica works on it, what has come out so far."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Protocol
+
+from omni_trio.errors import EngineDied
+from omni_trio.merging import merge_data
+from omni_trio.messages import FinishReason, Modality, StageMetrics, StageOutput
+
+from .metrics import LegMeter
+
+if TYPE_CHECKING:
+    from .pool import Replica
+
+__all__ = ["Leg", "LegOwner"]
+
+
+class LegOwner(Protocol):
+    """The request that a leg belongs to. Called from a replica's reader: both must be quick and must not raise."""
+
+    def leg_output(self, leg: Leg, output: StageOutput) -> None:
+        """The stage gave an output that is not its last one."""
+        ...
+
+    def leg_ended(self, leg: Leg, output: StageOutput, now: float) -> None:
+        """The stage gave its last output, or failed the request. The replica has let go of the leg already."""
+        ...
+
+    def leg_lost(self, leg: Leg, death: EngineDied) -> None:
+        """The replica that worked on the leg is gone."""
+        ...
+
+
+class Leg:
+    """Made when a request is bound to a replica of a stage; gone with the request."""
+
+    __slots__ = (
+        "_data",
+        "_text",
+        "collects",
+        "emits",
+        "external_id",
+        "finish_reason",
+        "held",
+        "meter",
+        "metrics",
+        "modality",
+        "owner",
+        "replica",
+        "request_id",
+        "stage",
+        "stage_id",
+        "streams",
+        "token_ids",
+    )
+
+    def __init__(
+        self,
+        owner: LegOwner,
+        replica: Replica,
+        *,
+        request_id: str,
+        external_id: str,
+        stage: str,
+        stage_id: int,
+        modality: Modality,
+        emits: bool,
+        collects: bool,
+        streams: bool,
+    ) -> None:
+        self.owner = owner
+        self.replica = replica
+        self.request_id = request_id
+        self.external_id = external_id
+        self.stage = stage
+        self.stage_id = stage_id
+        self.modality = modality
+        self.emits = emits
+        """Whether outputs go to the user."""
+        self.collects = collects
+        """Whether outputs are kept for a bridge."""
+        self.streams = streams
+        """Whether a bridge wants to see each output as it comes."""
+        self.held = False
+        """Whether the leg counts as load of its replica."""
+        self.meter = LegMeter()
+        self.metrics: StageMetrics | None = None
+        self.finish_reason: FinishReason | None = None
+        self.token_ids: list[int] = []
+        self._text: list[str] = []
+        self._data: list[Mapping[str, Any]] = []
+
+    def collect(self, output: StageOutput) -> None:
+        """Keep an output for the bridges that this stage feeds."""
+        self.token_ids.extend(output.token_ids)
+        if output.text:
+            self._text.append(output.text)
+        if output.data:
+            self._data.append(output.data)
+        self.finish_reason = output.finish_reason
+
+    def text(self) -> str:
+        """All text so far."""
+        if len(self._text) > 1:
+            self._text = ["".join(self._text)]
+        return self._text[0] if self._text else ""
+
+    def data(self) -> dict[str, Any]:
+        """All data so far, added up."""
+        if len(self._data) > 1:
+            self._data = [merge_data(self._data)]
+        return dict(self._data[0]) if self._data else {}
+
+    def finish(self, now: float) -> StageMetrics:
+        """Close the meter."""
+        metrics = self.metrics = self.meter.finish(
+            now,
+            self.replica.totals,
+            request_id=self.external_id,
+            stage=self.stage,
+            stage_id=self.stage_id,
+            replica_id=self.replica.replica_id,
+            modality=self.modality,
+        )
+        return metrics

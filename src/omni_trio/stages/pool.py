@@ -1,0 +1,122 @@
+"""The replicas of one stage: which exist, what each has in hand, and which takes the next request."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator, Sequence
+
+import trio
+
+from omni_trio.errors import EngineDied, NoReplicaAvailable
+from omni_trio.messages import StageOutput
+from omni_trio.pipeline import StageSpec
+
+from .client import StageClient
+from .leg import Leg
+from .metrics import ReplicaTotals
+
+__all__ = ["Replica", "ReplicaState", "StagePool"]
+
+
+class ReplicaState(enum.Enum):
+    """Where a replica is in its life."""
+
+    STARTING = "starting"
+    READY = "ready"
+    DEAD = "dead"
+    CLOSED = "closed"
+
+
+class Replica:
+    """One slot of a pool: the client of the engine in it, and the requests bound to it.
+
+    Outputs are matched against this replica's own legs only, so an output of a request that is bound elsewhere
+    (or to nobody any more) reaches no one: it is counted in `stray` (I10).
+    """
+
+    def __init__(self, spec: StageSpec, stage_id: int, replica_id: int) -> None:
+        self.spec = spec
+        self.stage_id = stage_id
+        self.replica_id = replica_id
+        self.state = ReplicaState.STARTING
+        self.phase = "waiting"
+        """What start-up is at, as reported by the client's factory."""
+        self.client: StageClient | None = None
+        self.death: EngineDied | None = None
+        self.legs: dict[str, Leg] = {}
+        """By internal request id: what outputs are still taken for."""
+        self.load = 0
+        """Legs that the replica has not let go of; includes those whose abort is not acknowledged yet (I8)."""
+        self.stray = 0
+        """Outputs for nobody: late ones of aborted requests, mostly."""
+        self.totals = ReplicaTotals()
+        self.scope = trio.CancelScope()
+        """Around the replica's task; cancelling it closes the client."""
+
+    def bind(self, leg: Leg) -> None:
+        """Take outputs for a leg from now on."""
+        self.legs[leg.request_id] = leg
+        leg.held = True
+        self.load += 1
+
+    def unbind(self, leg: Leg) -> None:
+        """Take no more outputs for a leg. Its load stays until `let_go`."""
+        if self.legs.get(leg.request_id) is leg:
+            del self.legs[leg.request_id]
+
+    def let_go(self, leg: Leg) -> None:
+        """The replica does not hold the leg any more. Doing it again does nothing."""
+        self.unbind(leg)
+        if leg.held:
+            leg.held = False
+            self.load -= 1
+
+    def deliver(self, outputs: Sequence[StageOutput], now: float) -> None:
+        """Hand one step's outputs to their requests: one synchronous pass, the hot path of the runtime."""
+        legs = self.legs
+        for output in outputs:
+            leg = legs.get(output.request_id)
+            if leg is None:
+                self.stray += 1
+                continue
+            leg.meter.count(output, now)
+            if output.finish_reason is None and output.error is None:
+                leg.owner.leg_output(leg, output)
+            else:
+                self.let_go(leg)
+                leg.owner.leg_ended(leg, output, now)
+
+
+class StagePool:
+    """All replicas of one stage."""
+
+    def __init__(self, spec: StageSpec, stage_id: int) -> None:
+        self.spec = spec
+        self.stage_id = stage_id
+        self.replicas = tuple(Replica(spec, stage_id, index) for index in range(spec.replicas))
+        self._next = 0
+
+    def ready(self) -> Iterator[Replica]:
+        """The replicas that take requests."""
+        return (replica for replica in self.replicas if replica.state is ReplicaState.READY)
+
+    def pick(self) -> Replica:
+        """Return the ready replica with the least in hand; those with equally little take turns.
+
+        Raises:
+            NoReplicaAvailable: no replica of the stage is ready.
+        """
+        count = len(self.replicas)
+        best: Replica | None = None
+        for offset in range(count):
+            replica = self.replicas[(self._next + offset) % count]
+            if replica.state is ReplicaState.READY and (best is None or replica.load < best.load):
+                best = replica
+        if best is None:
+            raise NoReplicaAvailable(
+                "no replica of the stage is alive; look at Runtime.health() for what they died of",
+                stage=self.spec.name,
+                stage_id=self.stage_id,
+            )
+        self._next = (best.replica_id + 1) % count
+        return best

@@ -1,0 +1,319 @@
+"""A stage whose engine is a script on trio's clock: the same `StageClient` as the real ones, without a process."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import attrs
+import trio
+
+from omni_trio.errors import ConfigError, EngineDied, InvalidRequest, StageFailed
+from omni_trio.messages import StageOutput, StageRequest
+from omni_trio.pipeline import nearest
+from omni_trio.stages import ClientStatistics, ReplicaContext, StageClient
+
+from .script import (
+    Chunk,
+    Die,
+    Error,
+    Finish,
+    FinishSilently,
+    LateChunk,
+    Reject,
+    Script,
+    Wait,
+    tokens,
+)
+
+__all__ = ["SimStage"]
+
+_PARAMS = ("max_tokens", "temperature", "seed")
+
+
+@attrs.frozen(kw_only=True)
+class SimStage:
+    """A `ClientFactory` for simulated replicas.
+
+    As a stage of kind ``simulated`` in a pipeline file, its options are these fields, except for `script`. With no
+    script of its own every request gets ``max_tokens`` (a sampling parameter) or else `tokens` tokens. Their ids
+    depend on the prompt alone, so that a pipeline's output can be predicted.
+    """
+
+    script: Callable[[StageRequest], Script] | None = None
+    """Says what happens to a request. Called once per input: at the submission and at each update."""
+    tokens: int = 8
+    token_time: float = 0.0
+    """Seconds per token."""
+    prefill_time: float = 0.0
+    """Seconds before the first token."""
+    capacity: int = 1_000_000
+    """Requests that one replica works on at the same time; the others wait, first come first served."""
+    submit_time: float = 0.0
+    """Seconds that a submission takes."""
+    abort_time: float = 0.0
+    """Seconds until an abort is acknowledged; ``math.inf``: never."""
+    abort_error: str | None = None
+    """Makes every abort raise `StageFailed` with this text."""
+    start_time: float = 0.0
+    start_error: str | None = None
+    """Makes start-up fail with this text, after `start_time`."""
+    close_time: float = 0.0
+    """Seconds that closing takes; the replica is cut off after `ReplicaContext.close_timeout`."""
+    max_prompt_tokens: int = 1_000_000
+    log: list[tuple[Any, ...]] = attrs.field(factory=list, repr=False, eq=False)
+    """What the replicas were asked, in order: ``("submit", stage, replica, request id)`` and so on."""
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any], *, stage: str) -> SimStage:
+        """Make one from a pipeline file's options.
+
+        Raises:
+            ConfigError: an option is unknown or not a number.
+        """
+        known = {field.name for field in attrs.fields(cls)} - {"script", "log"}
+        for key, value in options.items():
+            where = f"stages.{stage}.options.{key}"
+            if key not in known:
+                raise ConfigError(
+                    f"unknown option{nearest(key, known)} (options: {', '.join(sorted(known))})", key=where
+                )
+            wants_text = key.endswith("_error")
+            if isinstance(value, bool) or not isinstance(value, str if wants_text else int | float):
+                raise ConfigError(f"expected a {'string' if wants_text else 'number'}, not {value!r}", key=where)
+        return cls(**options)
+
+    @asynccontextmanager
+    async def __call__(self, context: ReplicaContext) -> AsyncIterator[StageClient]:
+        """Open one replica."""
+        context.report("spawn")
+        await trio.sleep(self.start_time)
+        if self.start_error is not None:
+            raise RuntimeError(self.start_error)
+        context.report("ready")
+        async with trio.open_nursery() as nursery:
+            client = _SimClient(self, context, nursery)
+            try:
+                yield client
+            finally:
+                client.close()
+                with trio.move_on_after(context.close_timeout, shield=True):
+                    await trio.sleep(self.close_time)
+                nursery.cancel_scope.cancel("the simulated replica closes")
+
+
+class _Work:
+    """One request at one simulated replica."""
+
+    def __init__(self) -> None:
+        self.scope = trio.CancelScope()
+        self.scripts: deque[tuple[Script, bool]] = deque()
+        self.more = trio.Event()
+        self.late: tuple[int, ...] | None = None
+        self.running = False
+        self.over = False
+
+
+class _SimClient:
+    def __init__(self, stage: SimStage, context: ReplicaContext, nursery: trio.Nursery) -> None:
+        self._stage = stage
+        self._context = context
+        self._nursery = nursery
+        self._work: dict[str, _Work] = {}
+        self._slots = trio.CapacityLimiter(stage.capacity)
+        self._outputs: list[StageOutput] = []
+        self._news = trio.Event()
+        self._death: EngineDied | None = None
+
+    # ---- StageClient
+
+    def resolve_params(self, params: Any) -> Any:
+        merged = dict(self._context.stage.sampling)
+        if params is not None:
+            if not isinstance(params, Mapping):
+                raise InvalidRequest(f"a simulated stage takes a mapping of parameters, not {type(params).__name__}")
+            merged.update(params)
+        for key in merged:
+            if key not in _PARAMS:
+                raise InvalidRequest(f"unknown sampling parameter {key!r}{nearest(key, _PARAMS)}")
+        limit = merged.get("max_tokens", 1)
+        if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
+            raise InvalidRequest(f"max_tokens must be a whole number from 1 up, not {limit!r}")
+        return merged
+
+    async def submit(self, request: StageRequest) -> None:
+        self._check_alive()
+        self._note("submit", request.request_id)
+        script = self._script(request)
+        if self._stage.submit_time:
+            await trio.sleep(self._stage.submit_time)
+        else:
+            await trio.lowlevel.checkpoint()
+        if script and isinstance(script[0], Reject):
+            raise InvalidRequest(script[0].message)
+        self._check_alive()
+        work = self._work[request.request_id] = _Work()
+        work.scripts.append((script, request.last))
+        self._nursery.start_soon(self._run, request.request_id, work)
+
+    async def update(self, request: StageRequest) -> None:
+        self._check_alive()
+        self._note("update", request.request_id)
+        await trio.lowlevel.checkpoint()
+        work = self._work.get(request.request_id)
+        if work is None:
+            raise InvalidRequest("the stage does not know this request, or is done with it")
+        work.scripts.append((self._script(request), request.last))
+        work.more.set()
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        self._check_alive()
+        self._note("abort", *request_ids)
+        if self._stage.abort_error is not None:
+            await trio.lowlevel.checkpoint()
+            raise StageFailed(self._stage.abort_error)
+        for request_id in request_ids:
+            work = self._work.get(request_id)
+            if work is not None:
+                work.scope.cancel("aborted")
+                if work.late is not None and not work.over:
+                    self._put(StageOutput(request_id=request_id, token_ids=work.late))
+        if self._stage.abort_time == math.inf:
+            await trio.sleep_forever()
+        await trio.sleep(self._stage.abort_time)
+        for request_id in request_ids:
+            self._work.pop(request_id, None)
+        self._outputs = [output for output in self._outputs if output.request_id not in request_ids]
+
+    async def receive(self) -> Sequence[StageOutput]:
+        await trio.lowlevel.checkpoint()
+        while not self._outputs:
+            if self._death is not None:
+                raise self._death
+            self._news = trio.Event()
+            await self._news.wait()
+        outputs, self._outputs = self._outputs, []
+        return outputs
+
+    async def call(self, method: str, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        self._check_alive()
+        self._note("call", method, tuple(args), dict(kwargs or {}))
+        await trio.lowlevel.checkpoint()
+        if method == "echo":
+            return list(args)
+        if method == "sleep":
+            await trio.sleep(*args)
+            return None
+        raise StageFailed(f"a simulated stage knows 'echo' and 'sleep', not {method!r}")
+
+    def statistics(self) -> ClientStatistics:
+        running = sum(1 for work in self._work.values() if work.running)
+        return ClientStatistics(running=running, waiting=len(self._work) - running)
+
+    # ---- the engine
+
+    def close(self) -> None:
+        if self._death is None:
+            self._death = EngineDied("the replica is closed", exit_code=0)
+        self._news.set()
+
+    def _script(self, request: StageRequest) -> Script:
+        if self._stage.script is not None:
+            return self._stage.script(request)
+        size = len(request.input.token_ids or ()) or len((request.input.text or "").split())
+        if size > self._stage.max_prompt_tokens:
+            raise InvalidRequest(f"the prompt has {size} tokens; the stage takes {self._stage.max_prompt_tokens}")
+        count = (request.params or {}).get("max_tokens", self._stage.tokens)
+        return tokens(count, first=size, each=self._stage.token_time, prefill=self._stage.prefill_time)
+
+    async def _run(self, request_id: str, work: _Work) -> None:
+        with work.scope:
+            async with self._slots:
+                work.running = True
+                try:
+                    await self._play_all(request_id, work)
+                finally:
+                    work.running = False
+        if work.over:
+            self._work.pop(request_id, None)
+
+    async def _play_all(self, request_id: str, work: _Work) -> None:
+        while True:
+            while not work.scripts:
+                work.more = trio.Event()
+                await work.more.wait()
+            script, last = work.scripts.popleft()
+            await self._play(request_id, work, script, last=last)
+            if work.over:
+                return
+            if last:
+                await trio.sleep_forever()
+
+    async def _play(self, request_id: str, work: _Work, script: Script, *, last: bool) -> None:
+        for verb in script:
+            if isinstance(verb, Wait):
+                await trio.sleep(verb.seconds)
+            elif isinstance(verb, Chunk):
+                await trio.lowlevel.checkpoint()
+                self._put(_chunk(request_id, verb))
+            elif isinstance(verb, Finish) and not last:
+                # The piece is done, the request is not: its tokens come, its end waits for the last piece.
+                await trio.lowlevel.checkpoint()
+                if verb.token_ids:
+                    self._put(_chunk(request_id, Chunk(verb.token_ids)))
+            elif isinstance(verb, Finish | FinishSilently | Error):
+                await trio.lowlevel.checkpoint()
+                work.over = True
+                self._put(_last(request_id, verb))
+                return
+            elif isinstance(verb, Die):
+                await trio.lowlevel.checkpoint()
+                self._die(verb)
+            elif isinstance(verb, LateChunk):
+                work.late = verb.token_ids
+            else:
+                await trio.sleep_forever()
+
+    def _die(self, verb: Die) -> None:
+        stage = self._context.stage.name
+        self._death = EngineDied(
+            verb.message,
+            stage=stage,
+            stage_id=self._context.stage_id,
+            replica_id=self._context.replica_id,
+            exit_code=verb.exit_code,
+        )
+        self._outputs.clear()
+        self._news.set()
+        for work in self._work.values():
+            work.scope.cancel("the simulated replica died")
+
+    def _put(self, output: StageOutput) -> None:
+        self._outputs.append(output)
+        self._news.set()
+
+    def _check_alive(self) -> None:
+        if self._death is not None:
+            raise self._death
+
+    def _note(self, what: str, *details: Any) -> None:
+        self._stage.log.append((what, self._context.stage.name, self._context.replica_id, *details))
+
+
+def _words(token_ids: Sequence[int]) -> str:
+    return "".join(f"w{token} " for token in token_ids)
+
+
+def _chunk(request_id: str, verb: Chunk) -> StageOutput:
+    text = _words(verb.token_ids) if verb.text is None else verb.text
+    return StageOutput(request_id=request_id, token_ids=verb.token_ids, text=text, data=verb.data)
+
+
+def _last(request_id: str, verb: Finish | FinishSilently | Error) -> StageOutput:
+    if isinstance(verb, Error):
+        return StageOutput(request_id=request_id, error=verb.message)
+    token_ids = verb.token_ids if isinstance(verb, Finish) else ()
+    return StageOutput(request_id=request_id, token_ids=token_ids, text=_words(token_ids), finish_reason=verb.reason)

@@ -5,6 +5,8 @@ out. Its American IPA is broader than what the voice was trained on, so it is re
 the tap in "water", the unstressed "the" and "of" of connected speech.
 """
 
+# ruff: noqa: RUF001 - letters that look alike are different sounds here
+
 from __future__ import annotations
 
 import re
@@ -13,6 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 import attrs
+import gruut
 
 __all__ = ["Utterance", "to_ids", "to_symbols", "utterances"]
 
@@ -26,13 +29,11 @@ LONG_IF_STRESSED = {"i": "iː", "ɚ": "ɜː"}
 VOWEL_LETTERS = frozenset("aeiouæɐɑɔəɚɛɜɪʊʌ")
 
 # Little words that are not stressed within a sentence, whatever a dictionary says of them alone.
-UNSTRESSED = frozenset(
-    """
-    a an and are as at be been but by can could did do does for from had has have he her him his i i'm in is it
-    it's its me my of on or our she should than that the their them then they this to us was we were will with
-    would you your
-    """.split()
-)
+LITTLE_WORDS = """
+a an and are as at be been but by can could did do does for from had has have he her him his i i'm in is it it's its
+me my of on or our she should than that the their them then they this to us was we were will with would you your
+"""
+UNSTRESSED = frozenset(LITTLE_WORDS.split())
 
 # What is typed in prose and what is said.
 REWRITES: Sequence[tuple[re.Pattern[str], str]] = (
@@ -68,8 +69,6 @@ class Utterance:
 
 def utterances(text: str) -> Iterator[Utterance]:
     """Yield the sentences of `text` in the voice's alphabet; what has nothing to say in it yields nothing."""
-    import gruut
-
     for sentence in gruut.sentences(_plain(text), lang="en-us", major_breaks=True, minor_breaks=True):
         words = list(sentence)
         count = sum(1 for word in words if _is_spoken(word))

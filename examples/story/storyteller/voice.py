@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+import onnxruntime
 
 from .phonemes import to_ids, utterances
 
@@ -43,8 +44,6 @@ class Voice:
         seed: int = 0,
         threads: int = 1,
     ) -> None:
-        import onnxruntime
-
         path = _packaged_voice() if model is None else Path(model)
         config: dict[str, Any] = json.loads(path.with_name(f"{path.name}.json").read_text(encoding="utf-8"))
         settings = config["inference"]

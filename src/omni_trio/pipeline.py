@@ -295,7 +295,7 @@ def _check_stage(stage: StageSpec, index: int) -> None:
             f"{stage.replicas} replicas with {stage.devices_per_replica} devices each need {counts[1]} devices, "
             f"or {counts[0]} as a template; {len(stage.devices)} are given",
         )
-    if stage.devices and len(stage.devices) != counts[1] and not all(d.isdigit() for d in stage.devices):
+    if stage.devices and len(stage.devices) != counts[1] and not all(d.isdecimal() for d in stage.devices):
         fail("devices", "a device template must be numbers, counted from 0")
     for key in ("start_timeout", "probe_interval", "probe_timeout"):
         value = getattr(stage, key)

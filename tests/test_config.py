@@ -195,6 +195,17 @@ def test_yaml_merges_and_anchors(tmp_path):
     assert [(stage.name, stage.replicas) for stage in load_pipeline(path).stages] == [("a", 2), ("b", 2)]
 
 
+def test_yaml_merges_twice_and_lines_inside_of_what_was_overridden(tmp_path):
+    text = """\
+        stages:
+          - &one {name: a, kind: simulated, options: {x: 1}}
+          - {<<: *one, <<: {replicas: 3}, name: b, options: {x: 2020-01-01}}
+        """
+    assert failure(tmp_path, text, "p.yaml").line == 3
+    pipeline = load_pipeline(write(tmp_path, text.replace("2020-01-01", "2"), "p.yaml"))
+    assert pipeline.stages[1] == StageSpec(name="b", kind="simulated", replicas=3, options={"x": 2})
+
+
 def test_a_byte_order_mark_is_no_part_of_the_first_key(tmp_path):
     path = tmp_path / "p.toml"
     path.write_bytes(b"\xef\xbb\xbf" + STORY.encode())
@@ -618,6 +629,13 @@ def test_a_bridge_that_can_not_be_had(tmp_path, module, reference, words):
     assert words in error.message
 
 
+def test_what_failed_to_import_is_the_cause(tmp_path):
+    (tmp_path / "near_bridge.py").write_text("import no_such_thing")
+    assert isinstance(failure(tmp_path, with_bridge("near_bridge:own")).__cause__, ModuleNotFoundError)
+    (tmp_path / "near_bridge_too.py").write_text("1/0")
+    assert isinstance(failure(tmp_path, with_bridge("near_bridge_too:own")).__cause__, ZeroDivisionError)
+
+
 def test_a_worker_that_is_not_there(tmp_path):
     (tmp_path / "speaker.py").write_text("")
     error = failure(tmp_path, with_bridge("text", "speakr:Piper"))
@@ -631,7 +649,7 @@ def test_a_worker_that_is_not_there(tmp_path):
 
 def test_an_installed_worker_and_a_package_are_found(tmp_path):
     (tmp_path / "package").mkdir()
-    for target in ("json:dumps", "package.module:x", "sys:exit"):
+    for target in ("json:dumps", "package.module:x", "sys:exit", "__main__:Own"):
         load_pipeline(write(tmp_path, with_bridge("text", target)))
 
 

@@ -1,0 +1,3 @@
+"""A preload that does not import."""
+
+raise RuntimeError("no such luck")

@@ -1,0 +1,5 @@
+"""A preload that takes far longer than any test."""
+
+import time
+
+time.sleep(600)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 import attrs
@@ -36,14 +36,17 @@ me my of on or our she should than that the their them then they this to us was 
 UNSTRESSED = frozenset(LITTLE_WORDS.split())
 
 # What is typed in prose and what is said.
-REWRITES: Sequence[tuple[re.Pattern[str], str]] = (
+REWRITES: Sequence[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = (
     (re.compile(r"[\u2018\u2019\u02bc]"), "'"),
     (re.compile(r"[\u201c\u201d\u00ab\u00bb]"), '"'),
     (re.compile(r"\u2026"), "..."),
     (re.compile(r"\s*[\u2013\u2014]+\s*|\s+-+\s+|--+"), ", "),
     (re.compile(r"\.{2,}(?=\s+\S)"), ","),
     (re.compile(r"\.{2,}"), "."),
-    (re.compile(r"[*_#`~<>|\\^{}\[\]]+"), " "),
+    (re.compile(r"[^A-Za-z0-9.,;:!?'\"()/$%&\u00a3\u20ac-]+"), " "),
+    # A number that is one word with letters, or too long to have a name, is read in parts.
+    (re.compile(r"(?<=[0-9])(?!(?:st|nd|rd|th|s)\b)(?=[A-Za-z])"), " "),
+    (re.compile(r"[0-9]{13,}"), lambda digits: " ".join(digits[0])),
     (re.compile(r"\s+"), " "),
 )
 PAUSES = frozenset(",;:.!?")

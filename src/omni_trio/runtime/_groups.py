@@ -16,15 +16,16 @@ def leaves(error: BaseException) -> Iterator[BaseException]:
         yield error
 
 
-def lone(group: BaseException, *, body: BaseException | None) -> BaseException:
+def lone(error: BaseException, *, levels: int) -> BaseException:
     """Take off the groups of one that our own nurseries put around a lone cause.
 
     Args:
-        group: what came out of the nurseries.
-        body: what the user's block raised. It is returned as it is, even where it is a group of one itself: that
-            group is the user's own nursery's, and the user's ``except*`` counts on it.
+        error: what came out of the nurseries.
+        levels: how many nurseries of ours there are around the user's block. A group further in is the user's own
+            nursery's, and stays, even around a single error: the user's ``except*`` counts on it.
     """
-    error = group
-    while isinstance(error, BaseExceptionGroup) and error is not body and len(error.exceptions) == 1:
+    for _ in range(levels):
+        if not isinstance(error, BaseExceptionGroup) or len(error.exceptions) != 1:
+            break
         error = error.exceptions[0]
     return error

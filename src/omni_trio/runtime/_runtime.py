@@ -293,7 +293,6 @@ async def open_runtime(
         close_timeout=shutdown_deadline,
     )
     trace.emit("runtime.opening")
-    body: BaseException | None = None
     failure: BaseException | None = None
     try:
         # The outer nursery holds the engines, the inner one the requests: engines outlive those who use them.
@@ -306,9 +305,6 @@ async def open_runtime(
                         orchestrator.open(requests)
                         try:
                             yield Runtime(orchestrator)
-                        except BaseException as error:
-                            body = error
-                            raise
                         finally:
                             trace.emit("runtime.closing")
                             orchestrator.close()
@@ -318,16 +314,14 @@ async def open_runtime(
         failure = error
     trace.emit("runtime.closed")
     # Raised out here, so that what a user sees first does not drag the nurseries' groups along as its context.
-    if (outcome := _outcome(failure, body, orchestrator.fatal)) is not None:
+    if (outcome := _outcome(failure, orchestrator.fatal)) is not None:
         raise outcome
 
 
-def _outcome(
-    failure: BaseException | None, body: BaseException | None, fatal: EngineDied | None
-) -> BaseException | None:
+def _outcome(failure: BaseException | None, fatal: EngineDied | None) -> BaseException | None:
     """What leaving the block raises: a lone cause where there is one, else a group; never less than there was."""
     if fatal is None:
-        return None if failure is None else lone(failure, body=body)
+        return None if failure is None else lone(failure, levels=2)  # services and requests
     others = [] if failure is None else [error for error in leaves(failure) if not _tells_of(error, fatal)]
     if not others:
         return fatal

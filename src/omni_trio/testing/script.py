@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeAlias
 
 import attrs
@@ -23,6 +23,10 @@ __all__ = [
 ]
 
 
+def _ids(token_ids: Iterable[int]) -> tuple[int, ...]:
+    return tuple(token_ids)
+
+
 @attrs.frozen
 class Wait:
     """Let virtual time pass."""
@@ -34,7 +38,7 @@ class Wait:
 class Chunk:
     """Give an output that is not the last one."""
 
-    token_ids: tuple[int, ...] = attrs.field(default=(), converter=tuple)
+    token_ids: tuple[int, ...] = attrs.field(default=(), converter=_ids)
     text: str | None = None
     """None: one word per token."""
     data: Mapping[str, Any] | None = None
@@ -45,7 +49,7 @@ class Finish:
     """Give the last output, with whatever `token_ids` are left to give."""
 
     reason: str = "stop"
-    token_ids: tuple[int, ...] = attrs.field(default=(), converter=tuple)
+    token_ids: tuple[int, ...] = attrs.field(default=(), converter=_ids)
 
 
 @attrs.frozen
@@ -86,7 +90,7 @@ class Die:
 class LateChunk:
     """From here on, an abort is answered with one more output: the step that was in flight."""
 
-    token_ids: tuple[int, ...] = attrs.field(default=(-1,), converter=tuple)
+    token_ids: tuple[int, ...] = attrs.field(default=(-1,), converter=_ids)
 
 
 Verb: TypeAlias = Wait | Chunk | Finish | FinishSilently | Error | Reject | Stall | Die | LateChunk

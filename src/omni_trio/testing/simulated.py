@@ -290,6 +290,7 @@ class _SimClient:
         self._news.set()
         for work in self._work.values():
             work.scope.cancel("the simulated replica died")
+        self._work.clear()
 
     def _put(self, output: StageOutput) -> None:
         self._outputs.append(output)

@@ -22,7 +22,7 @@ EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 STORY, TINY = EXAMPLES / "story", EXAMPLES / "tiny"
 sys.path[:0] = [str(STORY), str(TINY)]
 
-from storyteller.sentences import finished_until, sentences  # noqa: E402 - lies in a folder of the examples
+from storyteller.sentences import finished_until, sentences, split  # noqa: E402 - lies in a folder of the examples
 
 # --------------------------------------------------------------------------------------------------------------
 # The bridge: sentence by sentence
@@ -116,6 +116,11 @@ def test_not_every_full_stop_ends_a_sentence(text: str) -> None:
 
 def test_a_line_break_ends_a_sentence_without_a_mark() -> None:
     assert hand_on("A Title\n\nOnce upon", [8, 9, 12]) == ["A Title\n", "\nOnce upon"]
+
+
+def test_a_whole_text_is_split_into_sentences() -> None:
+    text = 'A Title\n\nMr. Fox slept.  "Why?" He was tired\n'
+    assert split(text) == ["A Title", "Mr. Fox slept.", '"Why?"', "He was tired"]
 
 
 def test_nothing_said_is_nothing_handed_on() -> None:
@@ -272,7 +277,7 @@ def test_the_converted_model_is_whole(smollm2: Path) -> None:
 
     config = json.loads((smollm2 / "config.json").read_text(encoding="utf-8"))
     with safe_open(smollm2 / "model.safetensors", "np") as weights:
-        shapes = {name: weights.get_slice(name).get_shape() for name in weights.keys()}  # noqa: SIM118 - no mapping
+        shapes = {name: weights.get_slice(name).get_shape() for name in weights.keys()}
     assert len(shapes) == 2 + 9 * config["num_hidden_layers"]
     assert shapes["model.embed_tokens.weight"] == [config["vocab_size"], config["hidden_size"]]
     assert sum(int(np.prod(shape)) for shape in shapes.values()) == 134_515_008

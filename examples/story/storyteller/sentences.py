@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from itertools import pairwise
 
 from omni_trio.bridges import BridgeContext, bridge
 from omni_trio.messages import StageInput
 
-__all__ = ["finished_until", "sentences"]
+__all__ = ["finished_until", "sentences", "split"]
 
 # A sentence ends with its mark, whatever closes after it, and white space: only that tells that "3." was not the
 # beginning of "3.14". A line break ends one too: headings and verses have no mark.
@@ -33,8 +35,21 @@ def sentences(context: BridgeContext) -> StageInput | None:
 def finished_until(text: str) -> int:
     """Return the length of the beginning of `text` that holds only whole sentences; 0 where the first goes on."""
     end = 0
-    for match in END.finditer(text):
-        if "\n" not in match[0] and NOT_AN_END.search(text[end : match.end()]):
-            continue
-        end = match.end()
+    for end in _ends(text):  # noqa: B007 - the last one is wanted
+        pass
     return end
+
+
+def split(text: str) -> list[str]:
+    """Return the sentences of a whole text, without the white space between them."""
+    bounds = [0, *_ends(text), len(text)]
+    pieces = (text[start:end].strip() for start, end in pairwise(bounds))
+    return [piece for piece in pieces if piece]
+
+
+def _ends(text: str) -> Iterator[int]:
+    start = 0
+    for match in END.finditer(text):
+        if "\n" in match[0] or not NOT_AN_END.search(text[start : match.end()]):
+            start = match.end()
+            yield start

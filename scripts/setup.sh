@@ -37,8 +37,9 @@ if [[ -f $stamp && $(<"$stamp") == "$key" ]]; then
   exit 0
 fi
 
-export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1 PIP_PROGRESS_BAR=off
-pip() { "$venv/bin/python" -m pip --quiet "$@"; }
+export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1
+# Errors only: a warning for each index that lacks a package would bury everything else.
+pip() { "$venv/bin/python" -m pip -qq "$@"; }
 
 if [[ ! -x $venv/bin/python ]]; then
   "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || die "'$python' is older than Python 3.11; set PYTHON"

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from omni_trio import BridgeContext, StageInput, load_pipeline
@@ -116,6 +116,7 @@ def test_not_every_full_stop_ends_a_sentence(text: str) -> None:
 
 def test_a_line_break_ends_a_sentence_without_a_mark() -> None:
     assert hand_on("A Title\n\nOnce upon", [8, 9, 12]) == ["A Title\n", "\nOnce upon"]
+    assert hand_on("The work of J.\nOnce upon", [16]) == ["The work of J.\n", "Once upon"]
 
 
 def test_a_whole_text_is_split_into_sentences() -> None:
@@ -192,7 +193,10 @@ def test_text_becomes_speech_in_the_voice_s_alphabet(
     assert all(symbol in id_map for one in said for symbol in one.symbols)
 
 
+@settings(deadline=None)  # the first one loads the dictionary
 @given(st.text(max_size=40) | st.text("aZ 109.,;:!?'\"()-/$%&£\n*é—", max_size=40))
+@example("10000000000000000000000000000")
+@example("1E100")
 def test_any_text_can_be_said(phonemes: Any, id_map: dict[str, list[int]], text: str) -> None:
     for one in phonemes.utterances(text):
         assert one.words >= 1
@@ -344,6 +348,7 @@ def notes() -> Any:
     return Notes(320)
 
 
+@settings(deadline=None)
 @given(tokens=st.lists(st.integers(0, 319), min_size=1, max_size=12), data=st.data())
 def test_the_vocoder_s_sound_does_not_depend_on_the_pieces(notes: Any, tokens: list[int], data: st.DataObject) -> None:
     import torch

@@ -225,6 +225,19 @@ def test_child_environment(zygote: Zygote, monkeypatch: pytest.MonkeyPatch) -> N
     run(main)
 
 
+def test_modules_are_found_where_the_head_finds_them_now(
+    zygote: Zygote, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "found_later.py").write_text("import sys\ndef entry(): sys.exit(5)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+
+    async def main() -> None:
+        async with open_launcher(zygote=zygote) as launcher, launcher.open_child("c", "found_later:entry", {}) as child:
+            assert await child.wait() == 5
+
+    run(main)
+
+
 def test_kwargs_of_any_size(zygote: Zygote) -> None:
     async def main() -> None:
         async with (
@@ -681,7 +694,7 @@ def test_services_outlive_a_cancelled_body_and_a_crash_cancels_it() -> None:
             await trio.lowlevel.checkpoint()
             raise ValueError("crash")
 
-        with pytest.raises(ValueError, match="crash"):  # noqa: PT012 - the block is what is tested
+        with pytest.raises(ValueError, match="crash"):
             async with open_service_nursery() as services:
                 services.start_soon(crash)
                 await trio.sleep_forever()

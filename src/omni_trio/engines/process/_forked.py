@@ -79,6 +79,7 @@ def _read_payload(fd: int) -> Payload:
 def _settle_in(payload: Payload) -> None:
     Path("/proc/self/comm").write_text(payload.name[:15], encoding="utf-8")
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr] # it is the interpreter's own stream
+    sys.path[:] = payload.path
     os.environ.update(payload.env)
     os.environ["TMPDIR"] = payload.directory
     tempfile.tempdir = None

@@ -6,6 +6,7 @@ import math
 import os
 import shutil
 import socket
+import sys
 import tempfile
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager
@@ -111,6 +112,7 @@ class Launcher:
                 kwargs=plain(kwargs, "kwargs"),
                 env=_checked_env(env),
                 directory=str(self.directory),
+                path=list(sys.path),
             )
         )
         child_id = self._next_id

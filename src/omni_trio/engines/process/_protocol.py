@@ -91,6 +91,8 @@ class Payload(msgspec.Struct, frozen=True, kw_only=True):
     kwargs: dict[str, Any]
     env: dict[str, str]
     directory: str
+    path: list[str]
+    """The head's ``sys.path`` of now: the zygote may be older than some of it."""
 
 
 def receive_packet(sock: socket.socket, *, flags: int = 0) -> tuple[bytes, list[int]]:

@@ -14,6 +14,20 @@ Exit status:
   0  the file describes a valid pipeline
   2  it does not; stderr says "file:line: key: what is wrong"
 """
+_RUN_STATUS = """\b
+Exit status:
+    0  all went well
+    1  a request failed, or a line of the input is no prompt; the others were served
+    2  the command line or the pipeline file is wrong; nothing was started
+    3  an engine did not come up, or died
+  130  interrupted with Ctrl-C (143: with SIGTERM); all engines are down again
+
+\b
+Input, one JSON object per line:
+  {"prompt": "Tell me a story"}
+  {"prompt": [1, 2, 3], "request_id": "a", "deadline": 10}
+  {"prompt": "...", "sampling_params": {"thinker": {"max_tokens": 64}}}
+"""
 _CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 
 
@@ -34,3 +48,55 @@ def check(pipeline: str, *, mermaid: bool) -> None:
     from ._check import check as run_check  # noqa: PLC0415 - see the top
 
     run_check(pipeline, mermaid=mermaid)
+
+
+@main.command(epilog=_RUN_STATUS)
+@click.argument("pipeline")
+@click.argument("prompt", required=False)
+@click.option("--input", "input_", metavar="FILE", help="Prompts as JSON Lines; '-' reads stdin.")
+@click.option("--out", metavar="DIR", help="Folder for results.jsonl and files: .wav, .txt, .npy, .png.")
+@click.option("--trace", metavar="FILE", help="Write a trace for ui.perfetto.dev.")
+@click.option("--timeline", metavar="FILE.svg", help="Draw the run as a picture.")
+@click.option("--concurrency", type=click.IntRange(min=1), default=8, show_default=True, help="Requests at a time.")
+@click.option(
+    "--deadline", type=click.FloatRange(min=0, min_open=True), metavar="SECONDS", help="Give a request up after this."
+)
+@click.option("--param", "params", multiple=True, metavar="STAGE.KEY=VALUE", help="Sampling parameter; repeatable.")
+@click.option("-q", "--quiet", "--no-progress", "quiet", is_flag=True, help="Say nothing but results and errors.")
+def run(
+    *,
+    pipeline: str,
+    prompt: str | None,
+    input_: str | None,
+    out: str | None,
+    trace: str | None,
+    timeline: str | None,
+    concurrency: int,
+    deadline: float | None,
+    params: tuple[str, ...],
+    quiet: bool,
+) -> None:
+    """Start the engines of the file PIPELINE, run PROMPT or the prompts of a file through it, and stop them again.
+
+    The text that answers a PROMPT appears on stdout as it is made. Results of a file go to stdout as JSON Lines,
+    or to results.jsonl in the folder that --out names.
+    """
+    if (prompt is None) == (input_ is None):
+        raise click.UsageError("give either a PROMPT or --input FILE")
+    from ._run import Options  # noqa: PLC0415 - see the top
+    from ._run import run as run_pipeline  # noqa: PLC0415 - see the top
+
+    run_pipeline(
+        Options(
+            pipeline=pipeline,
+            prompt=prompt,
+            input=input_,
+            out=out,
+            trace=trace,
+            timeline=timeline,
+            concurrency=concurrency,
+            deadline=deadline,
+            params=params,
+            quiet=quiet,
+        )
+    )

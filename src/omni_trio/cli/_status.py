@@ -10,14 +10,16 @@ import click
 from omni_trio.config import load_pipeline
 from omni_trio.errors import ConfigError
 from omni_trio.pipeline import Pipeline
+from omni_trio.testing.simulated import SimStage
 
-__all__ = ["ENGINE", "INTERRUPTED", "OK", "REQUEST_FAILED", "USAGE", "fail", "load"]
+__all__ = ["BROKEN_PIPE", "ENGINE", "INTERRUPTED", "OK", "REQUEST_FAILED", "USAGE", "fail", "load"]
 
 OK = 0
 REQUEST_FAILED = 1
 USAGE = 2
 ENGINE = 3
 INTERRUPTED = 130
+BROKEN_PIPE = 141
 
 
 def fail(message: str, status: int) -> NoReturn:
@@ -29,6 +31,13 @@ def fail(message: str, status: int) -> NoReturn:
 def load(path: str) -> Pipeline:
     """Load a pipeline, or end the program with the reason."""
     try:
-        return load_pipeline(path)
+        pipeline = load_pipeline(path)
     except ConfigError as error:
         fail(str(error), USAGE)
+    try:
+        for stage in pipeline.stages:
+            if stage.kind == "simulated":
+                SimStage.from_options(stage.options, stage=stage.name)
+    except ConfigError as error:
+        fail(f"{path}: {error}", USAGE)
+    return pipeline

@@ -497,6 +497,27 @@ def test_abort_tells_the_consumer_and_returns_when_every_stage_has_let_go():
     run(main)
 
 
+def test_after_an_abort_a_slow_consumer_gets_nothing_of_what_had_been_waiting_for_it():
+    async def main():
+        async with simulated(P1, SimStage(tokens=100, token_time=1)) as runtime, trio.open_nursery() as nursery:
+            seen = []
+
+            async def consume():
+                async with runtime.request("x", request_id="r") as request:
+                    with pytest.raises(RequestAborted):
+                        async for event in request:
+                            seen.append(event)
+                            await trio.sleep(10)
+
+            nursery.start_soon(consume)
+            await trio.sleep(5.5)
+            await runtime.abort("r")
+            await trio.sleep(100)
+            assert [t for event in seen for t in event.token_ids] == [1]
+
+    run(main)
+
+
 def test_abort_of_what_is_over_or_never_was_is_harmless_and_reaches_no_stage():
     async def main():
         sim = SimStage()

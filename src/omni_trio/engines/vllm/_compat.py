@@ -130,6 +130,8 @@ class Frontend:
     def build(cls, args: Mapping[str, Any]) -> Frontend:
         """Build one from plain engine arguments. Blocking; one at a time in a process."""
         with _config_lock, _environment_kept():
+            # vLLM sets up its logging anew with each config. What it has to say is in the engine's log too.
+            os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
             config = engine_config(args)
             return cls(config, InputProcessor(config))
 

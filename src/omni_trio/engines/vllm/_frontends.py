@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import logging
-import os
-import sys
 import threading
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -79,11 +76,5 @@ class Frontends:
 
 
 def _compat_module() -> Any:
-    """Import vLLM; quietly, unless the environment asks for its log."""
     with _import_lock:
-        first = "vllm" not in sys.modules
-        module = importlib.import_module("omni_trio.engines.vllm._compat")
-        if first and "VLLM_LOGGING_LEVEL" not in os.environ:
-            # What vLLM has to say about a config it says in each engine's log too.
-            logging.getLogger("vllm").setLevel(logging.ERROR)
-        return module
+        return importlib.import_module("omni_trio.engines.vllm._compat")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import shutil
-from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
@@ -70,26 +70,23 @@ class _Shared:
         self._zmq_users = 0
         self._numbers = itertools.count()
 
-    @contextmanager
-    def wire(self, name: str) -> Iterator[tuple[Wire, Path]]:
+    @asynccontextmanager
+    async def wire(self, name: str) -> AsyncIterator[tuple[Wire, Path]]:
         """Open the sockets of one engine, in a directory of its own."""
         directory = self.launcher.directory / f"{name}-{next(self._numbers)}"
         directory.mkdir(mode=0o700)
         try:
-            with self._zmq() as context:
-                wire = Wire(context, directory)
-                try:
+            async with self._zmq() as context:
+                with Wire(context, directory) as wire:
                     yield wire, directory
-                finally:
-                    wire.close()
         finally:
             # A handful of sockets and small files: quicker done than handed to a thread.
             shutil.rmtree(directory, ignore_errors=True)
 
-    @contextmanager
-    def _zmq(self) -> Iterator[zmq.Context[zmq.Socket[bytes]]]:
+    @asynccontextmanager
+    async def _zmq(self) -> AsyncIterator[zmq.Context[zmq.Socket[bytes]]]:
         if self._zmq_context is None:
-            self._zmq_context = zmq.Context()
+            self._zmq_context = zmq.Context(io_threads=1)
         context = self._zmq_context
         self._zmq_users += 1
         try:
@@ -98,8 +95,9 @@ class _Shared:
             self._zmq_users -= 1
             if not self._zmq_users:
                 self._zmq_context = None
-                # Not term(), which would wait for ever for a socket that somebody left open.
-                context.destroy(linger=0)
+                # All sockets are closed and keep nothing, so it waits for zmq's own threads alone.
+                with trio.CancelScope(shield=True):
+                    await trio.to_thread.run_sync(context.destroy, 0)
 
 
 @attrs.define
@@ -145,19 +143,22 @@ async def _open(shared: _Shared, context: ReplicaContext) -> AsyncIterator[VllmC
     installed_version()
     stage = context.stage
     startup = _Startup(context)
-    with shared.wire(f"{stage.name[:20]}{context.replica_id}") as (wire, directory):
-        async with open_service_nursery() as services, AsyncExitStack() as stack:
-            with trio.move_on_after(stage.start_timeout) as scope:
-                client = await _start(shared, startup, wire, directory, stack)
-            if scope.cancelled_caught:
-                raise startup.failed(f"it was not ready within start_timeout = {stage.start_timeout} s")
-            services.start_soon(client.serve)
+    async with (
+        shared.wire(f"{stage.name[:20]}{context.replica_id}") as (wire, directory),
+        open_service_nursery() as services,
+        AsyncExitStack() as stack,
+    ):
+        with trio.move_on_after(stage.start_timeout) as scope:
+            client = await _start(shared, startup, wire, directory, stack)
+        if scope.cancelled_caught:
+            raise startup.failed(f"it was not ready within start_timeout = {stage.start_timeout} s")
+        services.start_soon(client.serve)
+        try:
             startup.enter("ready")
-            try:
-                yield client
-            finally:
-                with trio.move_on_after(context.close_timeout, shield=True):
-                    await client.close()
+            yield client
+        finally:
+            with trio.move_on_after(context.close_timeout, shield=True):
+                await client.close()
 
 
 async def _start(shared: _Shared, startup: _Startup, wire: Wire, directory: Path, stack: AsyncExitStack) -> VllmClient:

@@ -228,6 +228,21 @@ def test_an_edge_that_streams_makes_the_same_of_it_as_one_that_does_not():
     assert run(lambda: outputs(stream=True)) == run(lambda: outputs(stream=False))
 
 
+def test_a_stage_that_has_enough_before_its_input_is_complete_may_end_early():
+    async def main():
+        pipeline = Pipeline([stage("a", final_output=True), stage("b", stream=True)])
+        early = SimStage(script=lambda _: (Chunk((7,)), FinishSilently("enough")))
+        async with simulated(pipeline, SimStage(tokens=5, token_time=1), early) as runtime:
+            result = await runtime.generate("x")
+            assert_empty(runtime)
+        assert result["a"].token_ids == (1, 2, 3, 4, 5)
+        assert result["b"].token_ids == (7,)
+        assert result["b"].finish_reason == "enough"
+        assert [entry[0] for entry in early.log] == ["submit"]
+
+    run(main)
+
+
 # ---- bad input: a clear error at the door, nobody else affected
 
 

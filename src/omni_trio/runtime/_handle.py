@@ -110,6 +110,8 @@ class Request:
 
     async def _leave(self, task: RequestTask) -> None:
         task.abort("its caller left the request's block")
+        if task.done.is_set():
+            return
         # The task bounds its own clean-up by the abort time-out; twice that means that the trio thread is stuck.
         with trio.move_on_after(2 * self._orchestrator.abort_timeout, shield=True):
             await task.done.wait()

@@ -137,13 +137,17 @@ class RequestTask:
         discard = self.verdict == "aborted"  # when abort() returns, no output may be delivered any more (I6)
         self.mailbox.close(error, discard=discard)
         if not self._idle:
-            # It may be inside a bridge, a submit or an update, whose result nobody needs any more.
+            # The task may be inside a bridge, a submit or an update, whose result nobody needs any more.
             self.scope.cancel(f"request {self.external_id}: {self.verdict}")
         self._wake.set()
         self.at_door.set()
         self._trace.emit(
             f"request.{self.verdict}", request_id=self.external_id, detail="" if error is None else str(error)
         )
+        if self._idle and not any(leg.held for leg in self.legs.values()):
+            # The usual end: nothing is under way and no stage holds it, so it is done here and now, and its caller
+            # need not wait until the task has run once more only to find that out.
+            self._close()
 
     def abort(self, why: str) -> None:
         """End with `RequestAborted`."""
@@ -164,9 +168,9 @@ class RequestTask:
             self.end(DeadlineExceeded("its deadline passed before it was done", request_id=self.external_id), "expired")
         finally:
             self.shut_down()  # counts only where the whole runtime is being cancelled
-            await self._release()
-            self._orchestrator.forget(self)
-            self.done.set()
+            if not self.done.is_set():
+                await self._release()
+                self._close()
 
     async def _drive(self) -> None:
         try:
@@ -309,8 +313,12 @@ class RequestTask:
 
     # ---- letting go
 
-    async def _release(self) -> None:
+    def _close(self) -> None:
         self._flow.release()
+        self._orchestrator.forget(self)
+        self.done.set()
+
+    async def _release(self) -> None:
         held = [leg for leg in self.legs.values() if leg.held]
         for leg in held:
             leg.replica.unbind(leg)

@@ -79,7 +79,7 @@ class Runtime:
                 "sampling_params": sampling_params,
                 "request_id": request_id,
                 "final_stage": final_stage,
-                "deadline": trio.current_time() + deadline,
+                "deadline": deadline if deadline == math.inf else trio.current_time() + deadline,
                 "priority": priority,
             },
         )

@@ -82,6 +82,9 @@ class StageClient(Protocol):
     async def update(self, request: StageRequest) -> None:
         """Hand over more input of a request that was submitted with ``last=False``.
 
+        Ignored for a request that the replica does not know: a stage may end a request before it has all of its
+        input, and this may cross with its last output.
+
         Raises:
             InvalidRequest: as for `submit`, or the stage takes no updates.
             EngineDied: the replica is dead.

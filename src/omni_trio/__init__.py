@@ -57,3 +57,12 @@ __all__ = [
     "load_pipeline",
     "open_runtime",
 ]
+
+
+def __getattr__(name: str) -> str:
+    # Looked up on demand: reading the installed metadata costs more than importing all the rest.
+    if name == "__version__":
+        from importlib.metadata import version  # noqa: PLC0415 - see above
+
+        return version("omni-trio")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

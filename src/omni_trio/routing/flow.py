@@ -81,7 +81,7 @@ class RequestFlow:
     def __init__(self, plan: RoutePlan) -> None:
         self._plan = plan
         self._legs = [LegState.IDLE] * len(plan.pipeline.stages)
-        self._awaiting = len(plan.awaited)
+        self._awaiting = len(plan.needed)
         self.over = False
 
     def state(self, stage_id: int) -> LegState:

@@ -20,7 +20,7 @@ class RoutePlan:
     """The ids of the stages that the request passes."""
     emits: tuple[bool, ...] = attrs.field(init=False)
     """Per stage: whether its outputs go to the user. The final stage's always do."""
-    awaited: frozenset[int] = attrs.field(init=False)
+    needed: frozenset[int] = attrs.field(init=False)
     """The stages whose end, all together, is the end of the request."""
     streams_to: tuple[tuple[int, ...], ...] = attrs.field(init=False)
     """Per stage: the stages that want each of its outputs as it comes."""
@@ -40,7 +40,7 @@ class RoutePlan:
         for field, value in (
             ("stages", stages),
             ("emits", emits),
-            ("awaited", frozenset(index for index in every if emits[index])),
+            ("needed", frozenset(index for index in every if emits[index])),
             ("feeds", feeds),
             ("streams_to", streams_to),
         ):

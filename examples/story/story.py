@@ -19,7 +19,7 @@ import trio
 from storyteller.models import prepare_smollm2
 
 import omni_trio
-from omni_trio.telemetry import Recorder, write_chrome_trace, write_timeline
+from omni_trio.telemetry import Recorder, timeline_svg, write_chrome_trace
 
 HERE = Path(__file__).resolve().parent
 PROMPT = "Tell me a short story about a lighthouse keeper and a gull."
@@ -97,7 +97,7 @@ def main(prompt: str, out: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
     (out / "story.txt").write_text(story.text + "\n", encoding="utf-8")
     write_wav(out / "story.wav", story)
-    write_timeline(recorder, out / "timeline.svg", pipeline=pipeline)
+    (out / "timeline.svg").write_text(timeline_svg(recorder, pipeline=pipeline, title=prompt), encoding="utf-8")
     write_chrome_trace(recorder, out / "trace.json", pipeline=pipeline)
     click.echo(
         f"\n\n{story.words} words and {story.seconds:.1f} s of audio in {story.last:.1f} s: "

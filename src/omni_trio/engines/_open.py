@@ -41,7 +41,8 @@ async def open_clients(
     from .process import open_launcher  # noqa: PLC0415 - a pipeline without processes needs none of it
     from .vllm import PRELOAD  # noqa: PLC0415 - see above
 
-    preload = PRELOAD if any(stage.kind in ("llm", "pooling") for stage in rest) else ()
+    needs_vllm = zygote is None and any(stage.kind in ("llm", "pooling") for stage in rest)
+    preload = PRELOAD if needs_vllm else ()
     async with open_launcher(zygote=zygote, preload=preload, close_timeout=close_timeout) as launcher:
         yield own | {stage.name: _with_process(stage.kind, launcher) for stage in rest}
 

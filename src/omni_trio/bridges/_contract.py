@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
 import attrs
+import msgspec
 
 from omni_trio.errors import ConfigError
 from omni_trio.messages import FinishReason, StageInput
@@ -18,8 +19,7 @@ Reads: TypeAlias = Literal["tokens", "text", "data"]
 RunIn: TypeAlias = Literal["inline", "thread"]
 
 
-@attrs.frozen(kw_only=True)
-class BridgeContext:
+class BridgeContext(msgspec.Struct, frozen=True, kw_only=True):
     """What a bridge may look at. It must not change anything in it but `state`."""
 
     request_id: str

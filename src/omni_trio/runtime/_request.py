@@ -271,7 +271,7 @@ class RequestTask:
         assert spec is not None  # only the first stage has no source
         assert source is not None
         started = trio.current_time()
-        self._trace.emit("bridge.started", **self._place(stage_id))
+        self._emit_bridge("bridge.started", stage_id)
         try:
             made = await self._run_bridge(spec, stage_id, self.legs[source], last=last)
         except Exception as error:
@@ -285,7 +285,7 @@ class RequestTask:
                 "a bridge returns a StageInput, or None for nothing",
                 **self._place(stage_id),
             )
-        self._trace.emit("bridge.finished", **self._place(stage_id))
+        self._emit_bridge("bridge.finished", stage_id)
         took = trio.current_time() - started
         for decision in self._flow.bridged(stage_id, made_input=made is not None, last=last):
             await self._carry_out(decision, made or StageInput(), took)
@@ -367,6 +367,10 @@ class RequestTask:
             "stage_id": stage_id,
             "replica_id": None if isinstance(where, int) else where.replica_id,
         }
+
+    def _emit_bridge(self, name: str, stage_id: int) -> None:
+        if self._trace:
+            self._trace.emit(name, **self._place(stage_id))
 
     def _emit_leg(self, name: str, leg: Leg, *, detail: str = "", value: float = 0.0) -> None:
         if self._trace:

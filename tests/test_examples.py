@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 
 from omni_trio import BridgeContext, Result, StageInput, load_pipeline, open_runtime
 from omni_trio.pipeline import Pipeline
+from omni_trio.worker import WorkItem
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 STORY, TINY = EXAMPLES / "story", EXAMPLES / "tiny"
@@ -238,6 +239,23 @@ def test_the_voice_speaks_each_sentence(voice: Any) -> None:
         assert not audio[-round(0.25 * voice.sample_rate) :].any()
 
 
+def work_item(given: StageInput, *, state: dict[str, Any] | None = None, last: bool = False) -> WorkItem:
+    return WorkItem(request_id="r", input=given, last=last, params={}, state={} if state is None else state)
+
+
+def test_the_speaker_answers_sentence_by_sentence(voice: Any) -> None:
+    from storyteller.speaker import Speaker
+
+    speaker = Speaker(pause=0.25)
+    item = work_item(StageInput(text="The gull is back. Is it?"))
+    answers = list(speaker.process([item, work_item(StageInput(), last=True)]))
+    assert [answered is item for answered, _ in answers] == [True, True]
+    for (_, reply), words in zip(answers, (4, 2), strict=True):
+        assert reply.finish_reason is None
+        assert reply.data["words"] == [words]
+        check_speech(reply.data["audio"], words, reply.data["sample_rate"])
+
+
 def test_longer_text_takes_longer_to_say(voice: Any) -> None:
     ((_, short),) = voice.speak("A fox slept.")
     ((_, long),) = voice.speak("A small brown fox slept under the tall tree in the garden until the moon had gone.")
@@ -371,6 +389,22 @@ def test_the_vocoder_s_sound_does_not_depend_on_the_pieces(notes: Any, tokens: l
             piece, carried = notes(torch.tensor(part), carried)
             pieces.append(piece)
     torch.testing.assert_close(torch.cat(pieces), whole, atol=1e-5, rtol=0)
+
+
+def test_the_vocoder_carries_each_request_s_sound_on(notes: Any) -> None:
+    from vocoder import Vocoder
+
+    vocoder = Vocoder(vocabulary=320)
+    states: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
+    pieces: list[Any] = []
+    for tokens in ((5, 9), (300,), ()):
+        batch = [
+            work_item(StageInput(token_ids=tokens), state=states[0], last=not tokens),
+            work_item(StageInput(token_ids=(7,)), state=states[1]),
+        ]
+        pieces += [reply.data["audio"] for item, reply in vocoder.process(batch) if item is batch[0]]
+    ((_, whole),) = vocoder.process([work_item(StageInput(token_ids=(5, 9, 300)))])
+    np.testing.assert_allclose(np.concatenate(pieces), whole.data["audio"], atol=1e-5)
 
 
 # --------------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from typing import Final, TypeAlias, final
 import trio
 import zmq
 
-__all__ = ["ZmqFrames", "ZmqSocket", "open_zmq_context"]
+__all__ = ["SharedZmqContext", "ZmqFrames", "ZmqSocket", "open_zmq_context"]
 
 ZmqFrames: TypeAlias = list[zmq.Frame]
 """One received message: `zmq.Frame.buffer` is a frame's content without a copy, `zmq.Frame.bytes` with one."""
@@ -31,10 +31,38 @@ async def open_zmq_context() -> AsyncIterator[zmq.Context[zmq.Socket[bytes]]]:
     try:
         yield context
     finally:
-        # Bounded without a deadline: with linger=0 it waits for no peer. In a thread, since it does wait for
-        # ZeroMQ's own, which may be in the middle of freeing a lot of memory.
-        with trio.CancelScope(shield=True):
-            await trio.to_thread.run_sync(context.destroy, 0)
+        await _destroy(context)
+
+
+@final
+class SharedZmqContext:
+    """One ZeroMQ context, with its one I/O thread, for as many users as there are; gone with the last of them."""
+
+    def __init__(self) -> None:
+        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
+        self._users = 0
+
+    @asynccontextmanager
+    async def open(self) -> AsyncIterator[zmq.Context[zmq.Socket[bytes]]]:
+        """Use the context; close what sockets were made in it before leaving the block."""
+        if self._context is None:
+            self._context = zmq.Context(io_threads=1)
+        context = self._context
+        self._users += 1
+        try:
+            yield context
+        finally:
+            self._users -= 1
+            if not self._users:
+                self._context = None
+                await _destroy(context)
+
+
+async def _destroy(context: zmq.Context[zmq.Socket[bytes]]) -> None:
+    # Bounded without a deadline: with linger=0 it waits for no peer. In a thread, since it does wait for
+    # ZeroMQ's own, which may be in the middle of freeing a lot of memory.
+    with trio.CancelScope(shield=True):
+        await trio.to_thread.run_sync(context.destroy, 0)
 
 
 @final

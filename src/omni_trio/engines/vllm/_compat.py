@@ -182,7 +182,9 @@ class Frontend:
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> Any:
         """Put a conversation through the chat template and tokenize it."""
-        _, (rendered,) = self.processor.renderer.render_chat([[dict(m) for m in messages]], ChatParams())
+        # Without it the model would be asked to go on with the user's words.
+        params = ChatParams(chat_template_kwargs={"add_generation_prompt": True})
+        _, (rendered,) = self.processor.renderer.render_chat([[dict(m) for m in messages]], params)
         return rendered
 
     def render_tokens(self, token_ids: list[int]) -> Any:

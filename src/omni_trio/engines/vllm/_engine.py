@@ -256,6 +256,11 @@ class VllmClient:
 
                 for task in (self._until_exit, self._until_dead_message, self._until_mute):
                     nursery.start_soon(until, task)
+            if self._child.returncode is None:
+                # It is lost, whether it has ended by itself or not.
+                self._child.signal(signal.SIGKILL)
+                with trio.move_on_after(_LAST_WORDS):
+                    await self._child.wait()
             self._fall(reasons[0])
 
     async def close(self) -> None:
@@ -291,9 +296,6 @@ class VllmClient:
                 await self._ask("is_sleeping")
             if self._heard == heard and self._requests:
                 break
-        self._child.signal(signal.SIGKILL)
-        with trio.move_on_after(_LAST_WORDS):
-            await self._child.wait()
         return (
             f"the engine no longer answers: nothing came for {interval + timeout:g} s (probe_interval + "
             f"probe_timeout) while {len(self._requests)} requests were at work; it was killed"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -83,6 +84,9 @@ class ParameterResolver:
                 raise self._invalid(self._unknown(str(name)))
         if values.get("n", 1) != 1:
             raise self._invalid(_not_one(values["n"]))
+        task = values.get("task")
+        if self._kind == "pooling" and task is not None and task not in self._tasks:
+            raise self._invalid(f"the engine has no task {task!r}; it has: {', '.join(self._tasks)}")
         try:
             params = _compat.make_sampling_params(values) if self._kind == "llm" else self._wanted(**values)
         except Exception as error:
@@ -105,7 +109,11 @@ class ParameterResolver:
         return params
 
     def _wrapped(self, error: Exception) -> InvalidRequest:
-        return self._invalid(f"bad {_KINDS[self._kind]} parameters: {describe(error)}")
+        # PoolingParams travel as an array, so its decoder counts fields instead of naming them.
+        text = re.sub(
+            r"\$\[(\d+)\]", lambda match: f"$.{self._wanted.__struct_fields__[int(match[1])]}", describe(error)
+        )
+        return self._invalid(f"bad {_KINDS[self._kind]} parameters: {text}")
 
     def _unknown(self, name: str) -> str:
         what = _KINDS[self._kind]

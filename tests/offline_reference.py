@@ -1,7 +1,7 @@
 """What vLLM's own offline `LLM` makes of prompts, stage after stage: run in a process of its own.
 
 Reads ``{"models": [path, ...], "max_tokens": [n, ...], "prompts": [[id, ...], ...]}`` from stdin and prints, per
-model, the token ids of each answer; each model's answers are the next one's prompts.
+model, the token ids and the text of each answer; each model's answers are the next one's prompts.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def main() -> None:
         params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
         outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
         prompts = [list(output.outputs[0].token_ids) for output in outputs]
-        answers.append(prompts)
+        answers.append([prompts, [output.outputs[0].text for output in outputs]])
         del llm
     print("\n" + json.dumps(answers))
 

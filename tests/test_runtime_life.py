@@ -194,6 +194,37 @@ def assert_empty_tables(runtime):
     assert all(not replica.legs and replica.load == 0 for replica in runtime._orchestrator.replicas())
 
 
+def test_a_consumer_that_is_behind_still_hears_of_the_death_before_its_block_is_cancelled():
+    def script(request):
+        if request.input.text == "die":
+            return (Wait(5), Die("the lights went out"))
+        return (*tokens(3, each=1)[:-1], Stall())
+
+    async def main():
+        heard = []
+        with pytest.raises(EngineDied):
+            async with simulated(P1, SimStage(script=script)) as runtime:
+                async with trio.open_nursery() as nursery:
+
+                    async def behind(pause):
+                        try:
+                            async with runtime.request("x") as request:
+                                async for _ in request:
+                                    await trio.sleep(pause)
+                        except EngineDied:
+                            heard.append(pause)
+
+                    for pause in (0, 2.2, 30):
+                        nursery.start_soon(behind, pause)
+                    with pytest.raises(EngineDied):
+                        await runtime.generate("die")
+                    await trio.sleep_forever()
+        assert heard == [0, 2.2]
+        assert trio.current_time() == 5.5
+
+    run(main)
+
+
 def test_death_is_noticed_without_any_request():
     @asynccontextmanager
     async def dies_idle(context):

@@ -110,6 +110,7 @@ class Request:
 
     async def _leave(self, task: RequestTask) -> None:
         task.abort("its caller left the request's block")
+        task.mailbox.tell()
         if task.done.is_set():
             return
         # The task bounds its own clean-up by the abort time-out; twice that means that the trio thread is stuck.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import trio
@@ -53,7 +53,7 @@ class Mailbox:
     consumer is, and content is never lost or reordered within a stage (I4).
     """
 
-    __slots__ = ("_closed", "_entries", "_error", "_quiet", "_signal")
+    __slots__ = ("_closed", "_entries", "_error", "_quiet", "_signal", "_when_told")
 
     def __init__(self) -> None:
         self._entries: dict[Leg, StageOutput | _Merged | StageMetrics] = {}
@@ -61,6 +61,7 @@ class Mailbox:
         self._error: BaseException | None = None
         self._closed = False
         self._quiet = False
+        self._when_told: Callable[[], None] | None = None
 
     @property
     def closed(self) -> bool:
@@ -102,6 +103,16 @@ class Mailbox:
             self._entries.clear()
         self._signal.set()
 
+    def when_told(self, callback: Callable[[], None]) -> None:
+        """Call `callback` once the consumer has been given the error, or does not want to hear it any more."""
+        self._when_told = callback
+
+    def tell(self) -> None:
+        """The consumer knows how the request ended. Doing it again does nothing."""
+        callback, self._when_told = self._when_told, None
+        if callback is not None:
+            callback()
+
     async def take(self) -> Output | StageMetrics | None:
         """Return the next event, or None at the end.
 
@@ -138,6 +149,7 @@ class Mailbox:
             entry = self._entries.pop(leg)
             return entry if isinstance(entry, StageMetrics) else _event(leg, entry)
         error, self._error = self._error, None
+        self.tell()
         if error is not None:
             raise error
         return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 from collections import Counter
@@ -30,6 +31,9 @@ from ._trace import Trace
 __all__ = ["DeathPolicy", "Orchestrator"]
 
 DeathPolicy: TypeAlias = Literal["fail_stop", "isolate"]
+
+_NEWS_TIMEOUT = 0.5
+"""Seconds that the consumers of requests have to take the news of a death, before the block is cancelled."""
 
 _logger = logging.getLogger("omni_trio")
 
@@ -201,10 +205,24 @@ class Orchestrator:
             return
         self.closing = True
         self.fatal = death
-        for task in list(self.tasks.values()):
+        tasks = list(self.tasks.values())
+        untold = set(tasks)
+        reason = "the runtime ends: an engine died"
+
+        def told(task: RequestTask) -> None:
+            untold.discard(task)
+            if not untold:
+                self.body_scope.cancel(reason)
+
+        # The block is cancelled, but not before those who wait for a request have been told: a consumer that is
+        # just taking an earlier output would otherwise be cancelled there and never hear what happened.
+        self.body_scope.deadline = trio.current_time() + _NEWS_TIMEOUT
+        for task in tasks:
+            task.mailbox.when_told(functools.partial(told, task))
             task.end(death.for_request(task.external_id))
-            task.scope.cancel("the runtime ends: an engine died")
-        self.body_scope.cancel("the runtime ends: an engine died")
+            task.scope.cancel(reason)
+        if not tasks:
+            self.body_scope.cancel(reason)
 
     # ---- requests
 

@@ -722,6 +722,12 @@ def test_a_bad_value_is_named(engines, args, message):
     assert re.search(message, error.message), error.message
 
 
+def test_a_stages_own_bad_parameters_fail_its_start(engines):
+    error = engines.fails_to_start(sampling={"temprature": 0})
+    assert error.message.startswith("stages.thinker.sampling: ")
+    assert "did you mean 'temperature'" in error.message
+
+
 def test_weights_that_do_not_fit_fail_the_load_with_their_error_and_log(engines, tmp_path):
     broken_model = tmp_path / "broken"
     shutil.copytree(engines.model, broken_model)

@@ -606,16 +606,16 @@ def test_a_busy_and_an_idle_engine_are_left_alone_by_the_probe(engines):
 
         client._ask = counted
         os.kill(client.statistics().pid, signal.SIGSTOP)
-        assert client._rest.deadline == float("inf")
+        assert client._probe._rest.deadline == float("inf")
         await submit(client, "a", PROMPTS[0], greedy(client, 64))
-        assert client._rest.deadline < float("inf")
+        assert client._probe._rest.deadline < float("inf")
         with trio.move_on_after(0.5):
             await client.receive()
         os.kill(client.statistics().pid, signal.SIGCONT)
         await collect(client, "a")
         # It was asked once while it was stopped, and came back in time.
         assert asked == ["is_sleeping"]
-        assert client._rest.deadline == float("inf")
+        assert client._probe._rest.deadline == float("inf")
 
     engines.run(body, probe_interval=0.2, probe_timeout=60)
 

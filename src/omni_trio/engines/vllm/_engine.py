@@ -14,6 +14,7 @@ from typing import Any, Final, final
 import attrs
 import trio
 
+from omni_trio.engines.probe import Probe
 from omni_trio.engines.process import ChildProcess, describe_exit
 from omni_trio.errors import EngineDied, InvalidRequest, StageFailed
 from omni_trio.messages import StageOutput, StageRequest
@@ -118,9 +119,7 @@ class VllmClient:
         self._threads = trio.CapacityLimiter(_THREADS)
         self._stats: Any = None
         self._prefix_queries = self._prefix_hits = 0
-        self._heard = trio.current_time()
-        self._rest = trio.CancelScope()
-        """In which the probe waits; its deadline is moved, so that nothing wakes up while there is no work."""
+        self._probe = Probe(self._stage.probe_interval, self._stage.probe_timeout)
         self._death: _Death | None = None
         self._serving = trio.CancelScope()
 
@@ -284,20 +283,9 @@ class VllmClient:
         return f"the engine met a fatal error; its process {describe_exit(self._child.returncode)}"
 
     async def _until_mute(self) -> str:
-        interval, timeout = self._stage.probe_interval, self._stage.probe_timeout
-        while True:
-            deadline = self._heard + interval if self._requests else float("inf")
-            with trio.CancelScope(deadline=deadline) as self._rest:
-                await trio.sleep_forever()
-            heard = self._heard
-            if not self._requests or trio.current_time() < heard + interval:
-                continue
-            with trio.move_on_after(timeout):
-                await self._ask("is_sleeping")
-            if self._heard == heard and self._requests:
-                break
+        await self._probe.until_mute(lambda: self._ask("is_sleeping"))
         return (
-            f"the engine no longer answers: nothing came for {interval + timeout:g} s (probe_interval + "
+            f"the engine no longer answers: nothing came for {self._probe.patience:g} s (probe_interval + "
             f"probe_timeout) while {len(self._requests)} requests were at work; it was killed"
         )
 
@@ -306,6 +294,7 @@ class VllmClient:
         if self._death is None:
             self._death = _Death(message, self._child.returncode, self._child.log_tail())
         self._requests.clear()
+        self._probe.work(busy=False)
         for call in self._calls.values():
             call.answered.set()
         self._wake_receiver()
@@ -355,9 +344,7 @@ class VllmClient:
             self._processor.add_request(core, None)
         self._requests[request.request_id] = leg
         self._wire.send(ADD, frames)
-        if len(self._requests) == 1:
-            self._heard = trio.current_time()
-            self._rest.deadline = self._heard + self._stage.probe_interval
+        self._probe.work(busy=True)
 
     def _let_go(self, request_ids: list[str]) -> None:
         """Forget requests here and have the engine forget them."""
@@ -369,7 +356,7 @@ class VllmClient:
     def _forget(self, request_id: str) -> None:
         self._requests.pop(request_id, None)
         if not self._requests:
-            self._rest.deadline = float("inf")
+            self._probe.work(busy=False)
 
     async def _ask(self, method: str, *args: Any) -> _Call:
         """Call a method of the engine core and wait for its answer."""
@@ -391,7 +378,7 @@ class VllmClient:
 
     def _take(self, frames: Sequence[Any]) -> bool:
         """Take one message; return False if it is the engine's last."""
-        self._heard = trio.current_time()
+        self._probe.hear()
         if len(frames) == 1 and frames[0].buffer == DEAD:
             return False
         aborts: list[str] = []

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import attrs
 import trio
-import zmq
 
 from omni_trio.engines.process import ChildProcess, Launcher, LaunchFailed, describe_exit, open_service_nursery
+from omni_trio.engines.zmq_trio import SharedZmqContext
 from omni_trio.errors import ConfigError, InvalidRequest, StartupFailed
 from omni_trio.pipeline import StageSpec
 from omni_trio.stages import ClientFactory, ReplicaContext, StageClient
@@ -69,8 +69,7 @@ class _Shared:
     def __init__(self, launcher: Launcher) -> None:
         self.launcher = launcher
         self.frontends = Frontends()
-        self._zmq_context: zmq.Context[zmq.Socket[bytes]] | None = None
-        self._zmq_users = 0
+        self._zmq = SharedZmqContext()
         self._numbers = itertools.count()
 
     @asynccontextmanager
@@ -79,28 +78,12 @@ class _Shared:
         directory = self.launcher.directory / f"{name}-{next(self._numbers)}"
         directory.mkdir(mode=0o700)
         try:
-            async with self._zmq() as context:
+            async with self._zmq.open() as context:
                 with Wire(context, directory) as wire:
                     yield wire, directory
         finally:
             # A handful of sockets and small files: quicker done than handed to a thread.
             shutil.rmtree(directory, ignore_errors=True)
-
-    @asynccontextmanager
-    async def _zmq(self) -> AsyncIterator[zmq.Context[zmq.Socket[bytes]]]:
-        if self._zmq_context is None:
-            self._zmq_context = zmq.Context(io_threads=1)
-        context = self._zmq_context
-        self._zmq_users += 1
-        try:
-            yield context
-        finally:
-            self._zmq_users -= 1
-            if not self._zmq_users:
-                self._zmq_context = None
-                # All sockets are closed and keep nothing, so it waits for zmq's own threads alone.
-                with trio.CancelScope(shield=True):
-                    await trio.to_thread.run_sync(context.destroy, 0)
 
 
 @attrs.define

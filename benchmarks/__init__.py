@@ -1,0 +1,1 @@
+"""What the runtime costs: measured beside what nobody can beat, and beside vLLM's own front end."""

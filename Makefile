@@ -12,8 +12,9 @@ PYTHON ?= python3
 VENV ?= .venv
 BACKEND ?= cpu
 OUT ?= out/story
-# Per cent of src/omni_trio, branches included, below which "make test" fails.
-COVERAGE_MIN ?= 0
+# Per cent of src/omni_trio, branches included, below which "make test" fails. What runs in forked children (engines,
+# workers, the zygote) is tested but not counted: they end without the interpreter's exit, which would write it down.
+COVERAGE_MIN ?= 84
 PYTEST_ARGS ?=
 
 BIN := $(VENV)/bin
@@ -52,7 +53,7 @@ check: setup  ## Run the linters and the type checker
 	$(BIN)/flake8-async --enable $(ASYNC_RULES) $$(find src examples -name '*.py')
 
 .PHONY: bench
-bench: setup  ## Measure, and compare with the figures in docs/
+bench: setup  ## Measure, and write out/bench/report.md
 	@$(BIN)/python -m benchmarks
 
 .PHONY: docs

@@ -1,7 +1,7 @@
 """Write the keys of a stage, as `omni_trio.StageSpec` has them, into the page about pipeline files.
 
-    python scripts/pipeline_keys.py            rewrite the page
-    python scripts/pipeline_keys.py --check    exit with 1 where the page is out of date
+python scripts/pipeline_keys.py            rewrite the page
+python scripts/pipeline_keys.py --check    exit with 1 where the page is out of date
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Write the life of a leg, as `omni_trio.routing.LEG_TRANSITIONS` has it, into the page about routing.
 
-    python scripts/routing_diagram.py            rewrite the page
-    python scripts/routing_diagram.py --check    exit with 1 where the page is out of date
+python scripts/routing_diagram.py            rewrite the page
+python scripts/routing_diagram.py --check    exit with 1 where the page is out of date
 """
 
 from __future__ import annotations

@@ -177,7 +177,7 @@ def test_parameters_are_merged_over_the_defaults(zygote):
             assert (await runtime.generate("say")).text == "say 1"
             assert (await runtime.generate("say", sampling_params={"speed": 3})).text == "say 3"
             for wrong in (7, {1: 2}):
-                with pytest.raises(InvalidRequest, match="mapping|string"):
+                with pytest.raises(InvalidRequest, match=r"mapping|string"):
                     await runtime.generate("say", sampling_params=wrong)
 
     run(main)
@@ -463,7 +463,7 @@ def test_after_the_end_every_call_says_so(zygote):
             lambda: client.receive(),
             lambda: client.call("add", (1,)),
         ):
-            with pytest.raises(RequestError, match="closed|exited"):
+            with pytest.raises(RequestError, match=r"closed|exited"):
                 await ask()
 
     run(main)

@@ -31,6 +31,13 @@ Input, one JSON object per line:
 _CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 
 
+def _above_zero(_context: click.Context, _option: click.Parameter, seconds: float | None) -> float | None:
+    # Not click's FloatRange, which lets "nan" through.
+    if seconds is not None and not seconds > 0:
+        raise click.BadParameter(f"expected a number of seconds above 0, not {seconds:g}")
+    return seconds
+
+
 @click.group(context_settings=_CONTEXT)
 @click.version_option(package_name="omni-trio", message="%(prog)s %(version)s")
 def main() -> None:
@@ -59,7 +66,7 @@ def check(pipeline: str, *, mermaid: bool) -> None:
 @click.option("--timeline", metavar="FILE.svg", help="Draw the run as a picture.")
 @click.option("--concurrency", type=click.IntRange(min=1), default=8, show_default=True, help="Requests at a time.")
 @click.option(
-    "--deadline", type=click.FloatRange(min=0, min_open=True), metavar="SECONDS", help="Give a request up after this."
+    "--deadline", type=float, callback=_above_zero, metavar="SECONDS", help="Give a request up after this (above 0)."
 )
 @click.option("--param", "params", multiple=True, metavar="STAGE.KEY=VALUE", help="Sampling parameter; repeatable.")
 @click.option("-q", "--quiet", "--no-progress", "quiet", is_flag=True, help="Say nothing but results and errors.")

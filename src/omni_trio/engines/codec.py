@@ -15,12 +15,12 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, TypeVar, overload
+from typing import Any, Final, Literal, TypeVar, overload
 
 import msgspec
 import numpy as np
 
-__all__ = ["MAX_BYTES", "CodecError", "decode", "encode"]
+__all__ = ["BFLOAT16", "MAX_BYTES", "CodecError", "array_from", "as_array", "decode", "encode", "tensor_from"]
 
 MAX_BYTES: Final = 1 << 31
 """Bytes that one message may have, unless told otherwise."""
@@ -31,10 +31,14 @@ _INLINE: Final = 1024
 _ARRAY: Final = 1
 """The msgpack extension code of an array."""
 
-_BFLOAT16: Final = "bfloat16"
+_MAX_DIMENSIONS: Final = 64
+"""What numpy and torch can hold; a longer shape is not even multiplied out."""
+
+BFLOAT16: Final = "bfloat16"
+"""The one dtype that numpy does not know: its arrays are the bits, as int16."""
 
 _DTYPES: Final[Mapping[str, np.dtype[Any]]] = {
-    name: np.dtype(name).newbyteorder("<")
+    name: np.dtype(name)
     for name in (
         *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
         *("float16", "float32", "float64", "complex64", "complex128"),
@@ -75,16 +79,14 @@ def encode(value: Any, *, max_bytes: int = MAX_BYTES) -> list[bytes | memoryview
     buffers: list[memoryview] = []
 
     def hook(item: Any) -> Any:
-        if isinstance(item, np.ndarray):
-            return _encode_array(item, item.dtype.name, buffers)
+        if (found := as_array(item)) is not None:
+            return _encode_array(*found, buffers)
         if isinstance(item, np.bool_ | np.integer | np.floating):
             return item.item()
         if isinstance(item, np.generic):
             return hook(np.asarray(item))
         if isinstance(item, Mapping):
             return dict(item)
-        if _is_tensor(item):
-            return _encode_array(*_from_tensor(item), buffers)
         if isinstance(item, Sequence):
             return list(item)
         raise CodecError(
@@ -161,15 +163,7 @@ def _check_size(buffers: Sequence[bytes | memoryview], max_bytes: int) -> None:
 
 
 def _encode_array(array: np.ndarray[Any, Any], dtype: str, buffers: list[memoryview]) -> msgspec.msgpack.Ext:
-    if isinstance(array, np.ma.MaskedArray):
-        raise CodecError("a masked array can not travel between processes; fill it, or send data and mask apart")
-    if dtype not in _DTYPES and dtype != _BFLOAT16:
-        raise CodecError(
-            f"an array of dtype {array.dtype} can not travel between processes; it takes {', '.join(_DTYPES)}"
-        )
-    if array.dtype.byteorder == ">":
-        array = array.astype(array.dtype.newbyteorder("<"))
-    array = np.asarray(array, order="C")
+    array = np.asarray(array, array.dtype.newbyteorder("<"), order="C")
     shape = array.shape
     if array.nbytes <= _INLINE:
         described = _Array(dtype, shape, 0, array.tobytes())
@@ -180,19 +174,94 @@ def _encode_array(array: np.ndarray[Any, Any], dtype: str, buffers: list[memoryv
 
 
 def _decode_array(array: _Array, buffer: memoryview) -> Any:
-    bits = np.dtype("<i2") if array.dtype == _BFLOAT16 else _DTYPES.get(array.dtype)
-    if bits is None:
-        raise CodecError(f"unknown dtype {array.dtype!r} in the message")
-    if any(length < 0 for length in array.shape):
-        raise CodecError(f"a shape of {array.shape} is not possible")
-    if math.prod(array.shape) * bits.itemsize != len(buffer):
-        raise CodecError(f"an array of {array.dtype} of shape {array.shape} does not have {len(buffer)} bytes")
+    made = array_from(buffer, array.shape, array.dtype, byteorder="<")
+    return tensor_from(made, array.dtype) if array.dtype == BFLOAT16 else made
+
+
+def as_array(value: Any) -> tuple[np.ndarray[Any, Any], str] | None:
+    """Return the numbers of an array or tensor, on the host, and the name of their dtype.
+
+    Args:
+        value: anything. A tensor may be on any device and may require gradients.
+
+    Returns:
+        A numpy array, of any strides and byte order, that shares the memory of `value` where it can, and the
+        dtype's name, such as ``float32``; with bfloat16 the array is of int16. None where `value` is neither a
+        numpy array nor a torch tensor.
+
+    Raises:
+        CodecError: it is of a dtype or a layout that does not travel.
+    """
+    if isinstance(value, np.ndarray):
+        if isinstance(value, np.ma.MaskedArray):
+            raise CodecError("a masked array can not travel between processes; fill it, or send data and mask apart")
+        array, dtype = value, value.dtype.name
+        if dtype == BFLOAT16:
+            array = array.view(np.int16)
+    elif _is_tensor(value):
+        array, dtype = _from_tensor(value)
+    else:
+        return None
+    if dtype not in _DTYPES and dtype != BFLOAT16:
+        raise CodecError(f"an array of dtype {dtype} can not travel between processes; it takes {', '.join(_DTYPES)}")
+    if dtype == "bool" and _has_odd_bytes(array):
+        array = array.view(np.uint8) != 0
+    return array, dtype
+
+
+def array_from(
+    buffer: memoryview, shape: Sequence[int], dtype: str, *, byteorder: Literal["<", "="]
+) -> np.ndarray[Any, Any]:
+    """Make an array of bytes that came from elsewhere, having checked that they are one.
+
+    Args:
+        buffer: the numbers, row by row; the array shares its memory.
+        shape: one length per axis.
+        dtype: the name that `as_array` gave; with bfloat16 the array is of int16.
+        byteorder: ``<`` for little-endian numbers, ``=`` for this machine's.
+
+    Raises:
+        CodecError: the dtype is unknown, the shape impossible, or not that of so many bytes.
+    """
+    known = np.dtype(np.int16) if dtype == BFLOAT16 else _DTYPES.get(dtype)
+    if known is None:
+        raise CodecError(f"unknown dtype {dtype!r} in the message")
+    if len(shape) > _MAX_DIMENSIONS or any(length < 0 for length in shape):
+        raise CodecError(f"a shape of {tuple(shape[:_MAX_DIMENSIONS])} is not possible")
+    if math.prod(shape) * known.itemsize != len(buffer):
+        raise CodecError(f"an array of {dtype} of shape {tuple(shape)} does not have {len(buffer)} bytes")
+    bits = known.newbyteorder(byteorder)
     try:
-        flat = np.frombuffer(buffer, bits) if len(buffer) else np.empty(0, bits)
-        shaped = flat.reshape(array.shape)
+        array = (np.frombuffer(buffer, bits) if len(buffer) else np.empty(0, bits)).reshape(shape)
     except (ValueError, OverflowError) as error:
-        raise CodecError(f"an array of shape {array.shape} can not be made: {error}") from error
-    return _to_bfloat16(shaped) if array.dtype == _BFLOAT16 else shaped
+        raise CodecError(f"an array of shape {tuple(shape)} can not be made: {error}") from error
+    if dtype == "bool" and _has_odd_bytes(array):
+        raise CodecError("an array of bool has bytes other than 0 and 1")
+    return array
+
+
+def tensor_from(array: np.ndarray[Any, Any], dtype: str) -> Any:
+    """Make a torch tensor of what `array_from` made; it shares the memory, where that can be written to.
+
+    Raises:
+        CodecError: torch can not be imported.
+    """
+    try:
+        import torch  # noqa: PLC0415 - only for what needs it
+    except ImportError as error:
+        raise CodecError(
+            f"a tensor of {dtype} has arrived, and torch can not be imported here to hold it; install torch, or have "
+            "the sender convert it to a numpy array, bfloat16 with .float() first"
+        ) from error
+    # Torch has no read-only tensors.
+    tensor = torch.from_numpy(array if array.flags.writeable else array.copy())
+    return tensor.view(torch.bfloat16) if dtype == BFLOAT16 else tensor
+
+
+def _has_odd_bytes(booleans: np.ndarray[Any, Any]) -> bool:
+    # Bytes that are neither false nor true make numpy and torch disagree with themselves later on. They come about by
+    # viewing other numbers as booleans.
+    return bool((booleans.view(np.uint8) > 1).any())
 
 
 def _is_tensor(value: Any) -> bool:
@@ -207,22 +276,8 @@ def _from_tensor(tensor: Any) -> tuple[np.ndarray[Any, Any], str]:
     try:
         plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
         if plain.dtype == torch.bfloat16:
-            return plain.view(torch.int16).numpy(), _BFLOAT16
+            return plain.view(torch.int16).numpy(), BFLOAT16
         array = plain.numpy()
-    except (RuntimeError, TypeError, NotImplementedError) as error:
+    except (RuntimeError, TypeError, ValueError) as error:
         raise CodecError(f"a tensor of {tensor.dtype} on {tensor.device} can not travel: {error}") from error
     return array, array.dtype.name
-
-
-def _to_bfloat16(bits: np.ndarray[Any, Any]) -> Any:
-    try:
-        import torch  # noqa: PLC0415 - only for what needs it
-    except ImportError as error:
-        raise CodecError(
-            "a bfloat16 tensor has arrived, and torch can not be imported here to hold it; install torch, or have "
-            "the sender convert it, with .float() for one"
-        ) from error
-    if not bits.flags.writeable:
-        # Torch has no read-only tensors.
-        bits = bits.copy()
-    return torch.from_numpy(bits).view(torch.bfloat16)

@@ -14,9 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from omni_trio.bridges import BUILTIN
-from omni_trio.config import _TomlLines, dump_pipeline, load_pipeline
+from omni_trio.config import dump_pipeline, load_pipeline
+from omni_trio.config._lines import TomlLines
 from omni_trio.errors import ConfigError
-from omni_trio.pipeline import MODALITIES, Pipeline, StageSpec
+from omni_trio.pipeline import ENGINE_KINDS, MODALITIES, WORKER_KINDS, Pipeline, StageSpec
 
 NAMES = st.text(string.ascii_letters + string.digits + "-_", min_size=1, max_size=8).filter(lambda n: n.strip("-_"))
 # TOML has no surrogates and, like YAML, no control characters outside of escapes; JSON's escapes serve both.
@@ -34,46 +35,121 @@ VALUES = st.recursive(SCALARS, lambda inner: st.lists(inner, max_size=3) | table
 SECONDS = st.floats(min_value=0, exclude_min=True) | st.integers(1, 1000).map(float)
 
 
+WAITS = SECONDS | st.just(0.0)
+
+KINDS = ("llm", "pooling", "worker", "diffusion", "simulated")
+FEEDS = {
+    "llm": ("finish", "kv", "connector"),
+    "pooling": ("finish",),
+    "worker": ("finish", "output", "kv", "connector"),
+    "diffusion": ("finish", "kv", "connector"),
+    "simulated": ("finish", "output", "kv", "connector"),
+}
+"""By kind of the receiver."""
+REFUSED_BY = {
+    "llm": (),
+    "pooling": ("kv", "connector"),
+    "worker": ("kv",),
+    "diffusion": ("kv",),
+    "simulated": (),
+}
+"""Of these, by kind of the source: what it can not do."""
+
+
 @st.composite
-def stages(draw, index: int, name: str, earlier: list[str]) -> StageSpec:
-    kind = draw(st.sampled_from(("llm", "pooling", "worker", "simulated")))
-    engine = kind in ("llm", "pooling")
+def fed(draw, kind: str, source: StageSpec, *, companions: bool) -> dict:
+    """How a stage is fed by a source that is not a prefill stage."""
+    refused = (*REFUSED_BY[source.kind], *(("output", "connector") if companions else ()))
+    feed = draw(st.sampled_from([feed for feed in FEEDS[kind] if feed not in refused]))
+    if feed != "connector":
+        return {"feed": feed, "bridge": draw(st.none() | st.sampled_from((*BUILTIN, "json:dumps")))}
+    placeholder = draw(st.none() | st.sampled_from(("math:ceil", math.floor))) if kind in ("llm", "simulated") else None
+    return {"feed": feed, "placeholder": placeholder, "chunk_timeout": draw(SECONDS)}
+
+
+@st.composite
+def stages(draw, name: str, kind: str, like: StageSpec | None = None, **fields) -> StageSpec:
+    """A stage by itself; `like` is the prefill stage for which it is to decode."""
+    engine = kind in ENGINE_KINDS
     chat = kind == "llm" and draw(st.booleans())
     replicas, per_replica = draw(st.tuples(st.integers(1, 3), st.integers(1, 2)))
     count = draw(st.sampled_from((0, per_replica, replicas * per_replica)))
     settings = draw(tables(VALUES))
+    if engine and fields.get("role"):
+        settings["kv_transfer_config"] = {"kv_connector": "NixlConnector", "kv_role": "kv_both", **draw(tables(VALUES))}
+    alike = {
+        # Begins with what no folder here has, so that it is never taken for a path.
+        "model": "hub:" + draw(TEXTS) if engine else None,
+        "prompt_format": "chat" if chat else "raw",
+        "system": draw(st.none() | TEXTS) if chat else None,
+    }
+    if like is not None:
+        alike = {key: getattr(like, key) for key in alike}
     return StageSpec(
         name=name,
         kind=kind,
-        # Begins with what no folder here has, so that it is never taken for a path.
-        model="hub:" + draw(TEXTS) if engine else None,
-        target="json:dumps" if kind == "worker" else None,
+        target="json:dumps" if kind in WORKER_KINDS else None,
         engine_args=settings if engine else {},
         options={} if engine else settings,
         replicas=replicas,
         devices=[str(number) for number in range(count)],
         devices_per_replica=per_replica,
         sampling=draw(tables(VALUES)),
-        source=draw(st.none() | st.sampled_from(earlier)) if earlier else None,
-        bridge=draw(st.none() | st.sampled_from((*BUILTIN, "json:dumps"))) if earlier else None,
-        stream=not engine and index > 0 and draw(st.booleans()),
-        final_output=draw(st.none() | st.just(True)),
+        dispatch_timeout=draw(WAITS),
         modality=draw(st.none() | st.sampled_from(MODALITIES)),
         requires_multimodal_data=draw(st.booleans()),
-        prompt_format="chat" if chat else "raw",
-        system=draw(st.none() | TEXTS) if chat else None,
         env=draw(tables(TEXTS)),
-        path=draw(st.lists(NAMES.map("/{}".format), max_size=2)) if kind == "worker" else (),
+        path=draw(st.lists(NAMES.map("/{}".format), max_size=2)) if kind in WORKER_KINDS else (),
         start_timeout=draw(SECONDS),
         probe_interval=draw(SECONDS),
         probe_timeout=draw(SECONDS),
+        **alike,
+        **fields,
     )
+
+
+@st.composite
+def pairs(draw, names: list[str]) -> list[StageSpec]:
+    kind = draw(st.sampled_from(("llm", "simulated")))
+    when_empty, handoff = draw(st.sampled_from(("fail", "skip"))), draw(st.sampled_from(("params", "content")))
+    prefill = draw(stages(names[0], kind, role="prefill", when_empty=when_empty))
+    decode = draw(stages(names[1], kind, prefill, role="decode", handoff=handoff, final_output=True))
+    return [prefill, decode]
 
 
 @st.composite
 def pipelines(draw) -> Pipeline:
     names = draw(st.lists(NAMES, min_size=1, max_size=4, unique=True))
-    return Pipeline([draw(stages(index, name, names[:index])) for index, name in enumerate(names)], name=draw(TEXTS))
+    mode = draw(st.sampled_from(("plain", "pair", "companions"))) if len(names) > 1 else "plain"
+    if mode == "pair":
+        made = draw(pairs(names))
+    else:
+        kind = draw(st.sampled_from(("llm", "simulated") if mode == "companions" else KINDS))
+        made = [draw(stages(names[0], kind, final_output=draw(st.none() | st.just(True))))]
+    for name in names[len(made) :]:
+        sources = made[1:] if mode == "pair" else made
+        source = draw(st.sampled_from(sources))
+        kind = draw(st.sampled_from(KINDS))
+        feeding = draw(fed(kind, source, companions=mode == "companions" and source is made[0]))
+        named = source.name if source is not made[-1] or draw(st.booleans()) else None
+        final = draw(st.none() | st.just(True))
+        made.append(draw(stages(name, kind, source=named, final_output=final, **feeding)))
+    more: dict = {}
+    if mode == "companions":
+        # Functions of modules written in C and in Python: both have names that lead back to them.
+        expand = draw(st.sampled_from(("json:dumps", json.dumps, math.ceil)))
+        more = {"expand": expand, "bundle_timeout": draw(SECONDS)}
+    return Pipeline(made, name=draw(TEXTS), **more)
+
+
+def by_name(pipeline: Pipeline) -> Pipeline:
+    """The same with its functions given by name, as a file has them."""
+
+    def name(function):
+        return f"{function.__module__}:{function.__qualname__}" if callable(function) else function
+
+    named = [attrs.evolve(stage, placeholder=name(stage.placeholder)) for stage in pipeline.stages]
+    return attrs.evolve(pipeline, stages=named, expand=name(pipeline.expand))
 
 
 def toml(value) -> str:
@@ -101,8 +177,16 @@ def loaded(text: str, suffix: str) -> Pipeline:
 @given(pipelines())
 def test_what_is_dumped_loads_as_the_same(pipeline):
     data = dump_pipeline(pipeline)
-    assert loaded(yaml.safe_dump(data, sort_keys=False), ".yaml") == pipeline
-    assert loaded(f"name = {toml(data['name'])}\nstages = {toml(data['stages'])}\n", ".toml") == pipeline
+    expected = by_name(pipeline)
+    again = loaded(yaml.safe_dump(data, sort_keys=False), ".yaml")
+    assert again == expected
+    assert loaded("".join(f"{key} = {toml(value)}\n" for key, value in data.items()), ".toml") == expected
+    # Derived fields take no part in equality.
+    assert (again.pair, again.no_sessions, again.placeholders) == (
+        pipeline.pair,
+        pipeline.no_sessions,
+        pipeline.placeholders,
+    )
 
 
 @given(pipelines())
@@ -157,7 +241,7 @@ def test_keys_are_found_on_their_lines(document):
         tomllib.loads(text)
     except tomllib.TOMLDecodeError:
         return  # a key that the layout happened to give twice
-    lines = _TomlLines(text)
+    lines = TomlLines(text)
     assert {key: lines.line(key) for key in found} == found
 
 

@@ -1,4 +1,4 @@
-"""Write the keys of a stage, as `omni_trio.StageSpec` has them, into the page about pipeline files.
+"""Write the keys of a pipeline and of a stage, as their classes have them, into the page about pipeline files.
 
 python scripts/pipeline_keys.py            rewrite the page
 python scripts/pipeline_keys.py --check    exit with 1 where the page is out of date
@@ -9,31 +9,43 @@ from __future__ import annotations
 import ast
 import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import attrs
 from generated import put_between_marks
 
-import omni_trio.pipeline
-from omni_trio import StageSpec
+from omni_trio import Pipeline, StageSpec
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference" / "pipeline-file.md"
 
 WORDS = {
+    "stages": "The [stages](#keys-of-a-stage), in order.",
+    "name": "What the pipeline is called.",
+}
+"""For fields of the pipeline whose name says nearly all, so that the class has no words for them."""
+
+STAGE_WORDS = {
     "kind": "What works in the stage: see [kinds](#kinds).",
     "replicas": "How many engines or workers share the stage's requests.",
     "devices_per_replica": "How many of `devices` one replica gets.",
 }
-"""For fields whose name says nearly all, so that the class has no words for them."""
+"""The same for fields of a stage."""
 
 TYPES = {
     "str": "text",
     "str | None": "text",
     "StageKind": "text",
     "Modality | None": "text",
+    "Feed": "text",
     "Literal['raw', 'chat']": "text",
+    "Literal['prefill', 'decode'] | None": "text",
+    "Literal['params', 'content']": "text",
+    "Literal['fail', 'skip']": "text",
     "Bridge | str | None": "text",
+    "Expand | str | None": "text",
+    "Placeholder | str | None": "text",
+    "tuple[StageSpec, ...]": "list of tables",
     "int": "whole number",
     "float": "number",
     "bool": "boolean",
@@ -44,13 +56,10 @@ TYPES = {
 }
 
 
-def docstrings() -> Iterator[tuple[str, str]]:
-    """Yield each field of `StageSpec` that has a docstring, with it on one line."""
-    (class_,) = (
-        node
-        for node in ast.parse(inspect.getsource(omni_trio.pipeline)).body
-        if isinstance(node, ast.ClassDef) and node.name == "StageSpec"
-    )
+def docstrings(described: type) -> Iterator[tuple[str, str]]:
+    """Yield each field of a class that has a docstring, with it on one line."""
+    (class_,) = ast.parse(inspect.getsource(described)).body
+    assert isinstance(class_, ast.ClassDef)
     for field, after in zip(class_.body, class_.body[1:], strict=False):
         if isinstance(field, ast.AnnAssign) and isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
             assert isinstance(field.target, ast.Name)  # a class body annotates names only
@@ -68,11 +77,13 @@ def default(field: attrs.Attribute) -> str:
     return f"`{str(field.default).lower() if isinstance(field.default, bool) else field.default}`"
 
 
-def table() -> str:
-    """Return the table, one row per field."""
-    words = {**WORDS, **dict(docstrings())}
+def table(described: type, words: Mapping[str, str]) -> str:
+    """Return the table, one row per field that can be given."""
+    words = {**words, **dict(docstrings(described))}
     lines = ["| key | type | default | meaning |", "|---|---|---|---|"]
-    for field in attrs.fields(StageSpec):
+    for field in attrs.fields(described):
+        if not field.init:
+            continue
         kind = TYPES[str(field.type).replace('"', "'")]
         meaning = words[field.name].replace("|", "\\|").replace("``", "`")
         lines.append(f"| `{field.name}` | {kind} | {default(field)} | {meaning} |")
@@ -82,7 +93,8 @@ def table() -> str:
 def main() -> int:
     """Do what the command line says; return the exit status."""
     text = PAGE.read_text(encoding="utf-8")
-    if (current := put_between_marks(text, "keys", table())) == text:
+    current = put_between_marks(text, "pipeline keys", table(Pipeline, WORDS))
+    if (current := put_between_marks(current, "keys", table(StageSpec, STAGE_WORDS))) == text:
         return 0
     if "--check" in sys.argv[1:]:
         print(f"{PAGE} is out of date: run python scripts/pipeline_keys.py", file=sys.stderr)

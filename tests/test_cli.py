@@ -79,7 +79,7 @@ def test_check_shows_the_stages(folder):
         name: story
         stages:
           - {name: thinker, model: hub/m, replicas: 2, devices: [0, 1]}
-          - {name: voice, kind: worker, target: "own:Voice", bridge: text, stream: true, modality: audio}
+          - {name: voice, kind: worker, target: "own:Voice", bridge: text, feed: output, modality: audio}
         """)
     )
     result = omni("check", "more.yaml")
@@ -87,14 +87,64 @@ def test_check_shows_the_stages(folder):
     for words in ("pipeline story", "hub/m", "own:Voice", "the prompt", "streamed through text", "2 on 0; 1", "(text)"):
         assert words in result.stdout
     assert "brackets" in result.stdout
+    assert "limits" not in result.stdout
     assert result.stderr == ""
 
 
+MODES = """
+expand: guidance:expand
+stages:
+  - {name: thinker, model: hub/m, dispatch_timeout: 2}
+  - {name: painter, kind: diffusion, target: "guidance:Painter", feed: kv}
+  - {name: poet, kind: simulated, feed: connector, placeholder: "guidance:length", chunk_timeout: 0.5}
+  - {name: reader, kind: simulated, feed: connector}
+"""
+PAIR = """
+stages:
+  - {name: first, kind: simulated, role: prefill, dispatch_timeout: 3, when_empty: skip}
+  - {name: second, kind: simulated, role: decode, start_timeout: 10}
+"""
+
+
+def test_check_shows_the_modes(folder):
+    (folder / "guidance.py").write_text("def expand(context): return ()\ndef length(prompt): return 1\n")
+    (folder / "modes.yaml").write_text(MODES)
+    shown = omni("check", "modes.yaml").stdout
+    for words in (
+        "thinker, through original_prompt, when its KV cache is ready",
+        "painter, by connector, placeholder by guidance:length",
+        "poet, by connector ",
+        "dispatch_timeout 2 s",
+        "chunk_timeout 0.5 s",
+        "thinker also runs the companions that guidance:expand makes; what it feeds waits for them ",
+    ):
+        assert words in shown
+    (folder / "modes.yaml").write_text(f"bundle_timeout: 7{MODES}")
+    assert "waits for them, 7 s at most" in omni("check", "modes.yaml").stdout
+
+
+@pytest.mark.parametrize(("handoff", "found"), [("params", " "), ("content", ", found by its content ")])
+def test_check_shows_a_pair(folder, handoff, found):
+    (folder / "pair.yaml").write_text(f"{PAIR[:-2]}, handoff: {handoff}}}\n")
+    shown = omni("check", "pair.yaml").stdout
+    for words in (
+        "simulated, prefill",
+        "simulated, decode",
+        f"the prompt, and the KV cache of first{found}",
+        "dispatch_timeout 3 s, then skipped",
+        "start_timeout 10 s",
+    ):
+        assert words in shown
+
+
 def test_check_prints_the_graph(folder):
-    result = omni("check", "--mermaid", "sim.toml")
-    assert result.exit_code == 0
-    assert result.stdout.startswith("flowchart LR\n")
-    assert 's0 -->|"tokens"| s1' in result.stdout
+    alone = omni("check", "--mermaid", "sim.toml")
+    assert alone.exit_code == 0
+    assert alone.stdout.startswith("flowchart LR\n")
+    assert 's0 -->|"tokens"| s1' in alone.stdout
+    shown = omni("check", "sim.toml").stdout
+    assert shown.startswith("pipeline sim ")
+    assert shown.endswith(f"\n\n{alone.stdout}")
 
 
 @pytest.mark.parametrize(

@@ -1,81 +1,28 @@
-"""Pipelines as files: what is read, and on which line an error is found."""
+"""Pipelines as files: what is read, which modules are found, and what is written."""
 
 from __future__ import annotations
 
 import sys
-import textwrap
-from pathlib import Path
 
 import attrs
 import pytest
 
+from config_files import (
+    MODES,
+    NEAR,
+    PAIR,
+    STORY,
+    STORY_YAML,
+    failure,
+    own_modules,  # noqa: F401 - in use by all tests here
+    write,
+)
 from omni_trio.bridges import BridgeContext, bridge
-from omni_trio.config import _FIELDS, _TomlLines, dump_pipeline, load_pipeline
+from omni_trio.config import dump_pipeline, load_pipeline
+from omni_trio.config._values import PIPELINE_FIELDS, STAGE_FIELDS
 from omni_trio.errors import ConfigError
 from omni_trio.messages import StageInput
 from omni_trio.pipeline import Pipeline, StageSpec
-
-STORY = """\
-# A story, told aloud.
-name = "story"
-
-[[stages]]
-name = "thinker"
-kind = "llm"
-model = "hub/model"
-engine_args = { max_model_len = 1024 }
-sampling = { temperature = 0.7, max_tokens = 200 }
-
-[[stages]]
-name = "speaker"
-kind = "simulated"
-bridge = "text"
-stream = true
-modality = "audio"
-"""
-
-STORY_YAML = """\
-# A story, told aloud.
-name: story
-stages:
-  - name: thinker
-    kind: llm
-    model: hub/model
-    engine_args: {max_model_len: 1024}
-    sampling:
-      temperature: 0.7
-      max_tokens: 200
-  - name: speaker
-    kind: simulated
-    bridge: text
-    stream: true
-    modality: audio
-"""
-
-
-@pytest.fixture(autouse=True)
-def _own_modules(monkeypatch):
-    """Each test gets its own sys.path and imports afresh what its files define."""
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    before = set(sys.modules)
-    yield
-    for name in set(sys.modules) - before:
-        del sys.modules[name]
-
-
-def write(folder: Path, text: str, name: str = "pipeline.toml") -> Path:
-    path = folder / name
-    path.write_text(textwrap.dedent(text), encoding="utf-8")
-    return path
-
-
-def failure(folder: Path, text: str, name: str = "pipeline.toml") -> ConfigError:
-    path = write(folder, text, name)
-    with pytest.raises(ConfigError) as caught:
-        load_pipeline(path)
-    assert caught.value.file == str(path)
-    return caught.value
-
 
 # What is read
 
@@ -92,7 +39,7 @@ def test_both_formats_describe_the_same_pipeline(tmp_path, text, name):
                 engine_args={"max_model_len": 1024},
                 sampling={"temperature": 0.7, "max_tokens": 200},
             ),
-            StageSpec(name="speaker", kind="simulated", bridge="text", stream=True, modality="audio"),
+            StageSpec(name="speaker", kind="simulated", bridge="text", feed="output", modality="audio"),
         ),
     )
 
@@ -147,8 +94,41 @@ def test_every_field_of_a_stage_can_be_read(tmp_path):
     assert second.options == {"voice": {"speed": 2}}
 
 
-def test_every_field_of_a_stage_has_a_reader():
-    assert list(_FIELDS) == [field.name for field in attrs.fields(StageSpec)]
+def test_every_field_has_a_reader():
+    assert list(STAGE_FIELDS) == [field.name for field in attrs.fields(StageSpec)]
+    fields = [field.name for field in attrs.fields(Pipeline) if field.init]
+    assert ["stages", *PIPELINE_FIELDS] == fields
+
+
+def test_modes_can_be_read(tmp_path):
+    (tmp_path / "near.py").write_text(NEAR)
+    pipeline = load_pipeline(write(tmp_path, MODES))
+    near = sys.modules["near"]
+    assert (pipeline.expand, pipeline.expander.function) == ("near:expand", near.expand)
+    assert pipeline.bundle_timeout == 5.0
+    assert isinstance(pipeline.bundle_timeout, float)
+    thinker, painter, poet = pipeline.stages
+    assert thinker == StageSpec(name="thinker", model="m", dispatch_timeout=2.0)
+    target = {"target": "near:Painter", "path": (str(tmp_path),)}
+    assert painter == StageSpec(name="painter", kind="diffusion", feed="kv", **target)
+    assert (poet.feed, poet.placeholder, poet.chunk_timeout) == ("connector", "near:length", 0.5)
+    assert pipeline.placeholders == (None, None, near.length)
+
+
+def test_a_pair_can_be_read(tmp_path):
+    pipeline = load_pipeline(write(tmp_path, PAIR, "p.yaml"))
+    assert pipeline.pair == (0, 1)
+    assert [(stage.role, stage.handoff, stage.when_empty) for stage in pipeline.stages] == [
+        ("prefill", "params", "skip"),
+        ("decode", "content", "fail"),
+    ]
+
+
+def test_null_in_yaml_stands_for_the_default_of_modes(tmp_path):
+    keys = ("expand", "bridge", "placeholder", "role")
+    text = "expand: ~\nstages: [{name: a, kind: simulated, " + ", ".join(f"{key}: ~" for key in keys[1:]) + "}]"
+    pipeline = load_pipeline(write(tmp_path, text, "p.yaml"))
+    assert pipeline == Pipeline((StageSpec(name="a", kind="simulated"),))
 
 
 def test_sub_tables_belong_to_the_stage_above(tmp_path):
@@ -276,310 +256,6 @@ def test_a_broken_variable_is_refused(tmp_path, monkeypatch, text):
     assert "names no variable" in error.message
 
 
-# Files that can not be read
-
-
-def test_files_that_are_none(tmp_path):
-    for name, words in [("none.toml", "no such file"), ("p.json", "'.json'"), ("p", "''"), ("", "folder")]:
-        with pytest.raises(ConfigError, match=words) as caught:
-            load_pipeline(tmp_path / name)
-        assert caught.value.file == str(tmp_path / name)
-        assert caught.value.line is None
-    folder = tmp_path / "folder.toml"
-    folder.mkdir()
-    with pytest.raises(ConfigError, match="this is a folder"):
-        load_pipeline(folder)
-
-
-def test_a_loop_of_links_can_not_be_read(tmp_path):
-    path = tmp_path / "p.toml"
-    path.symlink_to(path)
-    with pytest.raises(ConfigError, match="can not be read"):
-        load_pipeline(path)
-
-
-@pytest.mark.parametrize("name", ["p.toml", "p.yaml"])
-@pytest.mark.parametrize("text", ["", " \n\n"])
-def test_an_empty_file(tmp_path, name, text):
-    error = failure(tmp_path, text, name)
-    assert "the file is empty" in error.message
-    assert error.line == 1
-
-
-def test_a_yaml_file_of_comments_is_empty(tmp_path):
-    assert "the file is empty" in failure(tmp_path, "# nothing\n", "p.yaml").message
-
-
-@pytest.mark.parametrize("name", ["p.toml", "p.yaml"])
-def test_bytes_that_are_no_text(tmp_path, name):
-    path = tmp_path / name
-    path.write_bytes(b"# one\n# two\nname = '\xff'\n")
-    with pytest.raises(ConfigError, match="not text in UTF-8") as caught:
-        load_pipeline(path)
-    assert caught.value.line == 3
-
-
-# Syntax
-
-
-def test_toml_syntax_errors_have_a_line(tmp_path):
-    error = failure(tmp_path, 'name = "x"\n\nkind = = 3\n')
-    assert error.line == 3
-    assert error.message == "this is not valid TOML: Invalid value"
-    assert "at line" not in str(error)
-
-
-def test_toml_that_ends_too_early(tmp_path):
-    error = failure(tmp_path, 'name = "x"\nstages = [\n\n')
-    assert error.line == 2
-
-
-def test_toml_keys_given_twice(tmp_path):
-    assert failure(tmp_path, 'name = "x"\n\nname = "y"\n').line == 3
-
-
-@pytest.mark.parametrize(
-    ("text", "line", "words"),
-    [
-        ("name: a\nstages: [1, 2\n", 3, "expected"),
-        ("name: a\n\tb: c\n", 2, "tab|cannot start"),
-        ("name: a\n---\nname: b\n", 2, "single document"),
-        ("name: a\nstages: *nowhere\n", 2, "undefined alias"),
-        ("name: a\nstages: !!python/name:os.system x\n", 2, "python/name"),
-        ("name: a\n\nname: b\n", 3, "'name' is given twice, first on line 1"),
-        ("name: a\nstages:\n- name: b\n  options: {x: 1, x: 2}\n", 4, "given twice"),
-        ("name: a\nstages: &s [*s]\n", 2, "contains itself"),
-        ("name: a\nstages: &s\n- name: b\n  options: *s\n", 2, "contains itself"),
-        ("name: a\nstages: !!int ''\n", 2, "'' is no valid int"),
-        ("name: a\nstages: !!bool maybe\n", 2, "'maybe' is no valid bool"),
-        ("name: a\nstages: 2001-99-99\n", 2, "no valid timestamp"),
-        ("name: a\nstages: {[1]: 2}\n", 2, "unhashable"),
-        ("name: a\nstages: \x01\n", 2, "special characters"),
-    ],
-)
-def test_yaml_syntax_errors_have_a_line(tmp_path, text, line, words):
-    path = tmp_path / "p.yaml"
-    path.write_text(text)
-    with pytest.raises(ConfigError, match=words) as caught:
-        load_pipeline(path)
-    assert caught.value.line == line
-
-
-@pytest.mark.parametrize(("name", "text"), [("p.toml", "x = "), ("p.yaml", "x: ")])
-def test_a_value_nested_without_end(tmp_path, name, text):
-    assert "too deep" in failure(tmp_path, text + "[" * 20_000 + "]" * 20_000, name).message
-
-
-# Wrong content: file, line, key, expectation, gift
-
-
-def test_an_error_reads_well(tmp_path):
-    error = failure(tmp_path, STORY.replace('kind = "llm"', 'kind = "llm"\nreplicas = "two"'))
-    assert (
-        str(error)
-        == f"{tmp_path}/pipeline.toml:7: stages.thinker.replicas: expected a whole number, got the text 'two'"
-    )
-
-
-@pytest.mark.parametrize(
-    ("line", "words"),
-    [
-        ("name = 3", "expected a text, got the whole number 3; put it in quotes"),
-        ("name = true", "expected a text, got the boolean true; put it in quotes"),
-        ("name = ''", "'' is not a name"),
-        ("name = 'a b'", "'a b' is not a name"),
-        ("name = '--'", "'--' is not a name"),
-        ("kind = []", "expected a text, got an empty list"),
-        ("kind = 'lmm'", "did you mean 'llm'?"),
-        ("model = { a = 1 }", "expected a text, got a table"),
-        ("model = ''", "needs a model"),
-        ("model = 1979-05-27", "got the date or time 1979-05-27; put it in quotes"),
-        ("replicas = true", "expected a whole number, got the boolean true"),
-        ("replicas = 1.0", "expected a whole number, got the number 1.0"),
-        ("replicas = 0", "expected at least 1, not 0"),
-        ("stream = 1", "expected true or false, got the whole number 1"),
-        ("stream = 'yes'", "expected true or false, got the text 'yes'"),
-        ("final_output = 'no'", "expected true or false"),
-        ("final_output = false", "its output goes to nobody"),
-        ("start_timeout = 'soon'", "expected a number, got the text 'soon'"),
-        ("start_timeout = true", "expected a number, got the boolean true"),
-        ("start_timeout = nan", "above 0, not nan"),
-        ("start_timeout = -1", "above 0, not -1"),
-        (f"start_timeout = 1{'0' * 400}", "a very large whole number"),
-        ("sampling = 3", "expected a table, got the whole number 3"),
-        ("sampling = []", "expected a table, got an empty list"),
-        ("env = { A = 1 }", "expected a text, got the whole number 1; put it in quotes"),
-        ("devices = '0,1'", "expected a list of device ids, got the text '0,1'"),
-        ("devices = [true]", "expected a text, got the boolean true"),
-        ("devices = ['0', '1', '2']", "3 are given"),
-        ("path = 'lib'", "expected a list of texts, got the text 'lib'"),
-        ("path = ['lib']", "only worker stages"),
-        ("modality = 'audo'", "did you mean 'audio'?"),
-        ("prompt_format = 'chatty'", "expected 'raw' or 'chat'"),
-        ("target = 'a:b'", "only worker stages"),
-        ("source = 'b'", "can have no source"),
-        ("bridge = 'text'", "can have no bridge"),
-        ("engine_arg = 1", "did you mean 'engine_args'?"),
-        ("zzz = 1", "there is no such key; known are name, kind"),
-        (f"system = '{'x' * 100}'", "needs prompt_format"),
-        (f"replicas = '{'x' * 100}'", "got a text of 100 characters"),
-    ],
-)
-def test_a_wrong_value_is_found_on_its_line(tmp_path, line, words):
-    key = line.partition(" ")[0]
-    rest = {"name": "name = 'a'", "model": "model = 'm'"}
-    rest.pop(key, None)
-    text = "[[stages]]\n" + "\n".join(rest.values()) + f"\n\n  # here\n  {line}\nprobe_interval = 5\n"
-    error = failure(tmp_path, text)
-    label = {"name = ''": "0", "name = 'a b'": "a b", "name = '--'": "--"}.get(line, "0" if key == "name" else "a")
-    assert words in error.message
-    assert error.key is not None
-    assert error.key.removesuffix(".A").removesuffix(".0") == f"stages.{label}.{key}"
-    assert error.line == text.split("\n").index(f"  {line}") + 1
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "line", "key", "words"),
-    [
-        ("p.toml", "nam = 'x'\n", 1, "nam", "did you mean 'name'?"),
-        ("p.toml", "\nname = 'x'\n", None, None, "there are no stages"),
-        ("p.toml", "\nname = 3\nstages = []", 3, "stages", "at least one stage"),
-        ("p.toml", "\nstages = 3", 2, "stages", "expected a list of tables, one per stage, got the whole number 3"),
-        ("p.toml", "\n[stages.thinker]\nkind = 'llm'", 2, "stages", "write [[stages]] once per stage"),
-        ("p.toml", "stages = [\n  3]", 2, "stages.0", "expected a table, got the whole number 3"),
-        ("p.toml", "\n[[stages]]\nkind = 'llm'", 2, "stages.0", "needs a name"),
-        ("p.toml", "\n[[stages]]\nname = 'a'", 2, "stages.a.model", "needs a model"),
-        ("p.yaml", "[1, 2]", None, None, "expected a table with 'name' and 'stages', got a list"),
-        ("p.yaml", "just words", None, None, "got the text 'just words'"),
-        ("p.yaml", "1: 2", None, None, "expected texts as keys, got the whole number 1"),
-        ("p.yaml", "name: no\nstages: [{name: a}]", 1, "name", "got the boolean false; put it in quotes"),
-        ("p.yaml", "name:\nstages: [{name: a}]", 1, "name", "got nothing (null)"),
-        ("p.yaml", "stages:\n\n-\n", 3, "stages.0", "expected a table, got nothing (null)"),
-        ("p.yaml", "stages:\n- name: a\n  replicas: ~", 3, "stages.a.replicas", "got nothing (null)"),
-        ("p.yaml", "stages:\n- name: a\n  env:\n    on: 'x'", 3, "stages.a.env", "as keys, got the boolean true"),
-        (
-            "p.yaml",
-            "stages:\n- name: a\n  sampling:\n    x:\n    - 1\n    - 2020-01-01",
-            6,
-            "stages.a.sampling.x.1",
-            "the date or time",
-        ),
-        ("p.yaml", "stages:\n- name: a\n  sampling: {x: !!set {a, b}}", 3, "stages.a.sampling.x", "type set"),
-        ("p.yaml", "stages:\n- name: a\n  kind: simulated\n- kind: simulated", 4, "stages.1", "needs a name"),
-    ],
-)
-def test_wrong_structure(tmp_path, name, text, line, key, words):
-    error = failure(tmp_path, text, name)
-    assert (error.line, error.key) == (line, key)
-    assert words in error.message
-
-
-def test_two_stages_of_one_name(tmp_path):
-    error = failure(tmp_path, STORY.replace('"speaker"', '"thinker"'))
-    assert (error.line, error.key) == (12, "stages.thinker.name")
-    assert "the other is on line 4" in error.message
-
-
-def test_the_right_one_of_two_stages_is_named(tmp_path):
-    error = failure(tmp_path, STORY + 'source = "thinkr"\n')
-    assert (error.line, error.key) == (17, "stages.speaker.source")
-    assert "did you mean 'thinker'?" in error.message
-
-
-def test_a_yaml_merge_is_blamed_where_the_value_stands(tmp_path):
-    text = "stages:\n- &a\n  name: a\n  kind: simulated\n  replicas: 0.5\n- <<: *a\n  name: b\n"
-    assert failure(tmp_path, text, "p.yaml").line == 5
-    text = text.replace("0.5", "1") + "  replicas: 0.5\n"
-    assert failure(tmp_path, text, "p.yaml").line == 8
-
-
-# The finder of lines in TOML
-
-TRICKY = '''\
-title = "a # no comment [[stages]]" # a comment
-text = """
-[[stages]]
-name = 'no'
-quote: \\""" and two more:"""""
-literal = \'\'\'
-x = 1\'\'\'\'
-"quoted.key" = { "a b" = 1, c.d = [1, { e = 2 }, "]" ] }
-'single' = []
-spaced . dotted . "key" = 1979-05-27 07:32:00
-array = [
-  1, # one ]
-  [ 2,
-    3 ],
-  { x = "}" },
-]
-
-[table.sub]
-x = 1
-[[list]]
-a = 1
-  [list.inner]
-  b = 2
-  [[list.more]]
-  c = 3
-  [[list.more]]
-  c = 4
-[[list]]
-a = 5
-  [[list.more]]
-  c = 6
-[ "table" ]
-"\\u0041" = ""
-'''
-
-
-@pytest.mark.parametrize(
-    ("key", "line"),
-    [
-        (("title",), 1),
-        (("text",), 2),
-        (("name",), None),
-        (("literal",), 6),
-        (("x",), None),
-        (("quoted.key",), 8),
-        (("quoted.key", "a b"), 8),
-        (("quoted.key", "c"), 8),
-        (("quoted.key", "c", "d", 1, "e"), 8),
-        (("quoted.key", "c", "d", 2), 8),
-        (("single",), 9),
-        (("spaced",), 10),
-        (("spaced", "dotted", "key"), 10),
-        (("array",), 11),
-        (("array", 0), 12),
-        (("array", 1), 13),
-        (("array", 1, 0), 13),
-        (("array", 1, 1), 14),
-        (("array", 2, "x"), 15),
-        (("array", 3), None),
-        (("table",), 31),
-        (("table", "sub"), 18),
-        (("table", "sub", "x"), 19),
-        (("list",), 20),
-        (("list", 0), 20),
-        (("list", 0, "a"), 21),
-        (("list", 0, "inner"), 22),
-        (("list", 0, "inner", "b"), 23),
-        (("list", 0, "more"), 24),
-        (("list", 0, "more", 0, "c"), 25),
-        (("list", 0, "more", 1), 26),
-        (("list", 0, "more", 1, "c"), 27),
-        (("list", 1), 28),
-        (("list", 1, "a"), 29),
-        (("list", 1, "more", 0, "c"), 31),
-        (("list", 2), None),
-        (("table", "A"), 33),
-    ],
-)
-@pytest.mark.parametrize("newline", ["\n", "\r\n"])
-def test_lines_of_toml_keys(key, line, newline):
-    expected = {("table",): 32}.get(key, line)
-    assert _TomlLines(TRICKY.replace("\n", newline)).line(key) == expected
-
-
 # Modules next to the file
 
 BRIDGE = 'import omni_trio.messages as m\ndef own(context): return m.StageInput(text="x")\n'
@@ -663,6 +339,18 @@ def test_another_module_of_the_same_name_is_not_taken_silently(tmp_path):
     assert f"already imported from {tmp_path / 'one' / 'same_bridge.py'}" in error.message
 
 
+def test_every_function_is_looked_for_beside_the_file(tmp_path):
+    (tmp_path / "near.py").write_text(NEAR)
+    before = list(sys.path)
+    load_pipeline(write(tmp_path, MODES))
+    assert sys.path == [str(tmp_path), *before]
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "near.py").write_text(NEAR)
+    error = failure(tmp_path / "other", MODES)
+    assert (error.line, error.key) == (1, "expand")
+    assert f"already imported from {tmp_path / 'near.py'}" in error.message
+
+
 # Back to data
 
 
@@ -684,6 +372,56 @@ def test_dump_leaves_out_defaults():
             {"name": "b", "kind": "worker", "target": "x:y", "path": []},
         ],
     }
+
+
+def no_companions(context):
+    return ()
+
+
+def seven(prompt):
+    return 7
+
+
+def test_dump_writes_the_modes():
+    pipeline = Pipeline(
+        (
+            StageSpec(name="a", kind="simulated", dispatch_timeout=1.0),
+            StageSpec(name="b", kind="diffusion", target="x:y", feed="kv"),
+            StageSpec(name="c", kind="simulated", feed="connector", placeholder=seven, chunk_timeout=2.0),
+            StageSpec(name="d", kind="simulated", feed="connector", placeholder="math:ceil"),
+        ),
+        expand=no_companions,
+        bundle_timeout=5.0,
+    )
+    assert dump_pipeline(pipeline) == {
+        "name": "pipeline",
+        "expand": f"{__name__}:no_companions",
+        "bundle_timeout": 5.0,
+        "stages": [
+            {"name": "a", "kind": "simulated", "dispatch_timeout": 1.0},
+            {"name": "b", "kind": "diffusion", "target": "x:y", "feed": "kv", "path": []},
+            {
+                "name": "c",
+                "kind": "simulated",
+                "feed": "connector",
+                "placeholder": f"{__name__}:seven",
+                "chunk_timeout": 2.0,
+            },
+            {"name": "d", "kind": "simulated", "feed": "connector", "placeholder": "math:ceil"},
+        ],
+    }
+    assert dump_pipeline(attrs.evolve(pipeline, expand="math:ceil"))["expand"] == "math:ceil"
+
+
+def test_dump_writes_a_pair():
+    stages = (
+        StageSpec(name="p", kind="simulated", role="prefill", when_empty="skip"),
+        StageSpec(name="d", kind="simulated", role="decode", handoff="content"),
+    )
+    assert dump_pipeline(Pipeline(stages))["stages"] == [
+        {"name": "p", "kind": "simulated", "role": "prefill", "when_empty": "skip"},
+        {"name": "d", "kind": "simulated", "role": "decode", "handoff": "content"},
+    ]
 
 
 def test_dump_escapes_and_copies():
@@ -721,6 +459,15 @@ def test_dump_refuses_what_has_no_name_or_is_no_data():
         with pytest.raises(ConfigError, match=words) as caught:
             dump_pipeline(two(function))
         assert caught.value.key == "stages.b.bridge"
+    impostor.__qualname__ = "seven"
+    for function, words in [(local, "can not be imported"), (Callable(), "can not"), (impostor, "another object")]:
+        with pytest.raises(ConfigError, match=f"the expand.*{words}") as caught:
+            dump_pipeline(attrs.evolve(two(None), expand=function))
+        assert caught.value.key == "expand"
+        connected = StageSpec(name="b", kind="simulated", feed="connector", placeholder=function)
+        with pytest.raises(ConfigError, match=f"the placeholder.*{words}") as caught:
+            dump_pipeline(Pipeline((StageSpec(name="a", kind="simulated"), connected)))
+        assert caught.value.key == "stages.b.placeholder"
     with pytest.raises(ConfigError, match="type object") as caught:
         dump_pipeline(Pipeline((StageSpec(name="a", kind="simulated", options={"x": [object()]}),)))
     assert caught.value.key == "stages.a.options.x.0"

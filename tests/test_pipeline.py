@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import attrs
 import pytest
 
 from omni_trio.bridges import BUILTIN, bridge
 from omni_trio.errors import ConfigError
 from omni_trio.pipeline import Pipeline, StageSpec, nearest
-
-
-def sim(name: str, **fields) -> StageSpec:
-    return StageSpec(name=name, kind="simulated", **fields)
-
-
-def llm(name: str, **fields) -> StageSpec:
-    return StageSpec(name=name, model="m", **fields)
-
-
-def worker(name: str, **fields) -> StageSpec:
-    return StageSpec(name=name, kind="worker", target="package.module:Thing", **fields)
-
+from pipelines import decode, diffusion, length, llm, no_companions, pooling, prefill, refusal, sim, worker
 
 # What is derived
 
@@ -54,7 +44,7 @@ def test_bridges_by_default_and_by_name():
     def plain(context):
         return context.prompt
 
-    stages = (llm("a"), llm("b"), StageSpec(name="c", kind="pooling", model="m"), worker("d"), sim("e"))
+    stages = (llm("a"), llm("b"), pooling("c"), worker("d"), sim("e"))
     pipeline = Pipeline((*stages, llm("f", bridge="original_prompt"), sim("g", bridge=own), sim("h", bridge=plain)))
     names = [spec and spec.name for spec in pipeline.bridges]
     assert names[:6] == [None, "tokens", "tokens", "output", "output", "original_prompt"]
@@ -65,10 +55,34 @@ def test_bridges_by_default_and_by_name():
     assert pipeline.bridges[7].reads == {"tokens", "text", "data"}
 
 
+def test_where_no_bridge_is_named_and_none_is_asked_the_prompt_is_passed_on():
+    pipeline = Pipeline((llm("a"), diffusion("b"), llm("c", source="a", feed="connector"), worker("d", source="c")))
+    assert [spec and spec.name for spec in pipeline.bridges] == [None, "original_prompt", "original_prompt", "output"]
+    assert pipeline.reads_text == (False, False, True, False)
+    assert Pipeline((prefill(), decode())).bridges[1] is BUILTIN["original_prompt"]
+
+
+def test_the_pair_is_found():
+    assert Pipeline((prefill(), decode())).pair == (0, 1)
+    assert Pipeline((sim("p", role="prefill"), sim("d", role="decode"), worker("w"))).pair == (0, 1)
+    assert Pipeline((llm("a"), llm("b"))).pair is None
+
+
+def test_functions_by_name_and_as_they_are():
+    named = Pipeline((sim("a"), sim("b", feed="connector", placeholder="math:ceil")))
+    assert (named.expander, named.placeholders) == (None, (None, math.ceil))
+    assert Pipeline((sim("a"), sim("b")), expand="math:floor").expander.function is math.floor
+    assert Pipeline((sim("a"), sim("b")), expand="math:floor").expander.name == "math:floor"
+    given = Pipeline((sim("a"), sim("b"), sim("c", feed="connector", placeholder=length)), expand=no_companions)
+    assert given.expander.function is no_companions
+    assert given.expander.name == "no_companions"
+    assert given.placeholders == (None, None, length)
+
+
 def test_modalities_by_default_and_by_name():
-    stages = (llm("a"), StageSpec(name="b", kind="pooling", model="m"), worker("c"), sim("d"), worker("e"))
+    stages = (llm("a"), pooling("b"), worker("c"), sim("d"), diffusion("e"), worker("f"))
     last = attrs.evolve(stages[-1], modality="audio")
-    assert Pipeline((*stages[:-1], last)).modalities == ("text", "embedding", "data", "text", "audio")
+    assert Pipeline((*stages[:-1], last)).modalities == ("text", "embedding", "data", "text", "image", "audio")
 
 
 def test_text_is_read_by_users_and_bridges_only():
@@ -167,20 +181,22 @@ def test_what_is_no_name(name):
         ((StageSpec(name="a"),), "stages.a.model", "a stage of kind 'llm' needs a model"),
         ((StageSpec(name="a", kind="pooling", model=""),), "stages.a.model", "a stage of kind 'pooling' needs"),
         ((llm("a", target="x:y"),), "stages.a.target", "name the model with 'model'"),
-        ((sim("a", target="x:y"),), "stages.a.target", "only worker stages have a target"),
-        ((sim("a"), llm("b", stream=True)), "stages.b.stream", "only worker and simulated"),
-        ((sim("a", stream=True),), "stages.a.stream", "no edge to stream over"),
+        ((sim("a", target="x:y"),), "stages.a.target", "only worker and diffusion stages have a target"),
         ((StageSpec(name="a", kind="worker"),), "stages.a.target", "needs a target"),
         ((StageSpec(name="a", kind="worker", target="x.y"),), "stages.a.target", "not of the form"),
         ((StageSpec(name="a", kind="worker", target="x:y:z"),), "stages.a.target", "not of the form"),
         ((StageSpec(name="a", kind="worker", target="x:"),), "stages.a.target", "not of the form"),
         ((StageSpec(name="a", kind="worker", target=":y"),), "stages.a.target", "not of the form"),
         ((worker("a", model="m"),), "stages.a.model", "a worker stage takes 'options'"),
-        ((sim("a", system="s"),), "stages.a.system", "a simulated stage takes 'options'"),
+        ((StageSpec(name="a", kind="diffusion"),), "stages.a.target", "a diffusion stage needs a target"),
+        ((StageSpec(name="a", kind="diffusion", target="x.y"),), "stages.a.target", "not of the form"),
+        ((diffusion("a", model="m"),), "stages.a.model", "a diffusion stage takes 'options'"),
+        ((diffusion("a", engine_args={"x": 1}),), "stages.a.engine_args", "a diffusion stage takes 'options'"),
+        ((sim("a", system="s"),), "stages.a.system", "only llm stages have a system message"),
+        ((pooling("a", system="s"),), "stages.a.system", "needs prompt_format = 'chat'"),
         ((sim("a", engine_args={"x": 1}),), "stages.a.engine_args", "takes 'options'"),
         ((llm("a", options={"x": 1}),), "stages.a.options", "takes 'engine_args', not 'options'"),
-        ((llm("a", path=("/x",)),), "stages.a.path", "only worker stages"),
-        ((llm("a", prompt_format="xml"),), "stages.a.prompt_format", "expected 'raw' or 'chat', not 'xml'"),
+        ((llm("a", path=("/x",)),), "stages.a.path", "only worker and diffusion stages"),
         ((sim("a", prompt_format="chat"),), "stages.a.prompt_format", "only llm stages"),
         ((llm("a", system="s"),), "stages.a.system", "needs prompt_format = 'chat'"),
         ((sim("a", replicas=0),), "stages.a.replicas", "at least 1, not 0"),
@@ -204,8 +220,47 @@ def test_what_is_no_name(name):
     ],
 )
 def test_what_is_refused(stages, key, words):
-    with pytest.raises(ConfigError) as caught:
-        Pipeline(stages)
-    assert caught.value.key == key
-    assert words in caught.value.message
-    assert str(caught.value) == f"{key}: {caught.value.message}"
+    found, message = refusal(stages)
+    assert found == key
+    assert words in message
+
+
+@pytest.mark.parametrize(
+    ("key", "word", "hint"),
+    [
+        ("kind", "difusion", "no such kind 'difusion'; did you mean 'diffusion'? (kinds: llm, "),
+        ("modality", "imgae", "no such modality 'imgae'; did you mean 'image'? (modalities: text, "),
+        ("feed", "outputs", "no such feed 'outputs'; did you mean 'output'? (expected one of: finish, output, "),
+        ("role", "prefil", "no such role 'prefil'; did you mean 'prefill'? (expected one of: prefill, decode)"),
+        ("handoff", "param", "no such handoff 'param'; did you mean 'params'? (expected one of: params, content)"),
+        ("when_empty", "skipped", "no such when_empty 'skipped'; did you mean 'skip'? (expected one of: fail, skip)"),
+        ("prompt_format", "xml", "no such prompt_format 'xml' (expected one of: raw, chat)"),
+    ],
+)
+def test_unknown_words(key, word, hint):
+    found, message = refusal((sim("a"), attrs.evolve(sim("b"), **{key: word})))
+    assert found == f"stages.b.{key}"
+    assert message.startswith(hint)
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, math.nan, -math.inf])
+@pytest.mark.parametrize("key", ["start_timeout", "probe_interval", "probe_timeout", "chunk_timeout"])
+def test_seconds_that_bound_nothing(key, value):
+    found, message = refusal((sim("a"), sim("b", feed="connector", **{key: value})))
+    assert found == f"stages.b.{key}"
+    assert message == f"expected a number of seconds above 0, not {value!r}"
+
+
+@pytest.mark.parametrize("value", [-0.1, math.nan, -math.inf])
+def test_seconds_that_nobody_can_wait(value):
+    found, message = refusal((sim("a", dispatch_timeout=value),))
+    assert found == "stages.a.dispatch_timeout"
+    assert message == f"expected a number of seconds from 0 up, not {value!r}"
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, math.nan, -math.inf])
+@pytest.mark.parametrize("expand", [None, no_companions])
+def test_seconds_for_companions(expand, value):
+    found, message = refusal((sim("a"), sim("b")), expand=expand, bundle_timeout=value)
+    assert found == "bundle_timeout"
+    assert message == f"expected a number of seconds above 0, not {value!r}"

@@ -25,7 +25,7 @@ from omni_trio.testing.simulated import SimStage
 STORY = Pipeline(
     (
         StageSpec(name="thinker", kind="simulated", replicas=2),
-        StageSpec(name="talker", kind="simulated", stream=True),
+        StageSpec(name="talker", kind="simulated", feed="output"),
         StageSpec(name="captions", kind="simulated", source="thinker"),
     ),
     name="story <aloud> & more",
@@ -420,7 +420,7 @@ def test_the_graph():
     pipeline = Pipeline(
         (
             StageSpec(name="thinker", model='m"<1>&#', replicas=2),
-            StageSpec(name="talker", kind="simulated", stream=True, bridge="text"),
+            StageSpec(name="talker", kind="simulated", feed="output", bridge="text"),
             StageSpec(name="voice", kind="worker", target="a.b:C", modality="audio", source="thinker"),
         )
     )
@@ -437,4 +437,40 @@ def test_the_graph():
         "    s1 --> o1",
         "    o2([audio])",
         "    s2 --> o2",
+    ]
+
+
+def no_companions(context):
+    return ()
+
+
+def test_the_graph_shows_how_stages_are_fed():
+    pipeline = Pipeline(
+        (
+            StageSpec(name="thinker", kind="simulated"),
+            StageSpec(name="painter", kind="diffusion", target="a.b:C", feed="kv"),
+            StageSpec(name="poet", kind="simulated", feed="connector"),
+        ),
+        expand=no_companions,
+    )
+    assert mermaid_graph(pipeline).splitlines()[5:-2] == [
+        '    s0 -->|"companions, no_companions"| s0',
+        "    prompt --> s0",
+        '    s0 -.->|"original_prompt, when the KV cache is ready"| s1',
+        '    s1 -->|"by connector"| s2',
+    ]
+
+
+def test_the_graph_shows_a_pair():
+    pipeline = Pipeline(
+        (
+            StageSpec(name="first", kind="simulated", role="prefill", replicas=2),
+            StageSpec(name="second", kind="simulated", role="decode"),
+        )
+    )
+    assert mermaid_graph(pipeline).splitlines()[2:-2] == [
+        '    s0["<b>first</b><br/>simulated, prefill &times; 2"]',
+        '    s1["<b>second</b><br/>simulated, decode"]',
+        "    prompt --> s0",
+        '    s0 -->|"KV cache"| s1',
     ]

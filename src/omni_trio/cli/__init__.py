@@ -46,9 +46,9 @@ def main() -> None:
 
 @main.command(epilog=_CHECK_STATUS)
 @click.argument("pipeline")
-@click.option("--mermaid", is_flag=True, help="Print the pipeline as a Mermaid graph instead of a table.")
+@click.option("--mermaid", is_flag=True, help="Print nothing but the Mermaid graph.")
 def check(pipeline: str, *, mermaid: bool) -> None:
-    """Check the file PIPELINE (.toml or .yaml) and show what it describes.
+    """Check the file PIPELINE (.toml or .yaml) and show what it describes, as a table and as a Mermaid graph.
 
     No engine is started and no model is loaded; bridges are imported, workers only looked for.
     """

@@ -117,7 +117,7 @@ def build(plan: Plan) -> tuple[Pipeline, list[SimStage]]:
                 replicas=plan.replicas[index],
                 source=None if source is None else names[source],
                 bridge=None if source is None else bridge_to(index),
-                stream=plan.streams[index],
+                feed="output" if plan.streams[index] else "finish",
                 final_output=True,
             )
             for index, source in enumerate(plan.sources)
@@ -303,7 +303,9 @@ def test_pieces_arrive_in_order_and_none_is_lost(pieces, pauses, take, schedule)
         script += [Wait(pause), Chunk(tuple(piece))]
 
     async def main():
-        pipeline = Pipeline([StageSpec(name="a", kind="simulated"), StageSpec(name="b", kind="simulated", stream=True)])
+        pipeline = Pipeline(
+            [StageSpec(name="a", kind="simulated"), StageSpec(name="b", kind="simulated", feed="output")]
+        )
         source = SimStage(script=lambda _: (*script, Finish()))
         target = SimStage(script=receive, submit_time=take)
         async with simulated(pipeline, source, target) as runtime:

@@ -24,7 +24,7 @@ async def main() -> None:
                 sampling={"max_tokens": 1000, "ignore_eos": True},
                 final_output=True,
             ),
-            StageSpec(name="writer", kind="worker", target="worker_targets:slow_echo", stream=True),
+            StageSpec(name="writer", kind="worker", target="worker_targets:slow_echo", feed="output"),
         ]
     )
     async with omni_trio.open_runtime(pipeline) as runtime, runtime.request("Once upon a time") as request:

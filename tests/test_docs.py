@@ -72,7 +72,8 @@ def has_programs(page: Path) -> bool:
 
 
 def execute(command: list[str], folder: Path) -> str:
-    env = {**os.environ, "PYTHONPATH": str(folder), "PYTHONWARNINGS": "error"}
+    # What a reader has: neither the page's folder nor anything else is on the path by our doing.
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"PYTHONWARNINGS": "error"}
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, f"{command} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}"
     return done.stdout
@@ -83,7 +84,9 @@ def commands(block: Block, where: str) -> Iterator[list[str]]:
         assert line.startswith("$ "), f"{where}: a console block has nothing but commands, each after '$ '"
         words = shlex.split(line.removeprefix("$ "))
         if words[0] == "omni-trio":
-            yield [sys.executable, "-c", "from omni_trio.cli import main; main(prog_name='omni-trio')", *words[1:]]
+            # As the installed command runs: without the working directory on the path (-P).
+            program = "from omni_trio.cli import main; main(prog_name='omni-trio')"
+            yield [sys.executable, "-P", "-c", program, *words[1:]]
         else:
             assert words[0] == "python", f"{where}: put what is not to be run into a block of 'sh'"
             yield [sys.executable, *words[1:]]

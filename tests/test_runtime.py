@@ -199,7 +199,7 @@ def in_pairs(context: BridgeContext) -> StageInput | None:
 
 def test_a_streaming_edge_hands_pieces_on_as_they_come():
     async def main():
-        pipeline = Pipeline([stage("a"), stage("b", stream=True, bridge=in_pairs)])
+        pipeline = Pipeline([stage("a"), stage("b", feed="output", bridge=in_pairs)])
         inputs = []
 
         def echo(request):
@@ -216,8 +216,8 @@ def test_a_streaming_edge_hands_pieces_on_as_they_come():
 
 
 def test_an_edge_that_streams_makes_the_same_of_it_as_one_that_does_not():
-    async def outputs(*, stream):
-        pipeline = Pipeline([stage("a"), stage("b", stream=stream, bridge=in_pairs)])
+    async def outputs(*, feed):
+        pipeline = Pipeline([stage("a"), stage("b", feed=feed, bridge=in_pairs)])
 
         def echo(request):
             return (Chunk(request.input.token_ids or ()), Finish())
@@ -225,12 +225,12 @@ def test_an_edge_that_streams_makes_the_same_of_it_as_one_that_does_not():
         async with simulated(pipeline, SimStage(tokens=7, token_time=1), SimStage(script=echo)) as runtime:
             return (await runtime.generate("x"))["b"].token_ids
 
-    assert run(lambda: outputs(stream=True)) == run(lambda: outputs(stream=False))
+    assert run(lambda: outputs(feed="output")) == run(lambda: outputs(feed="finish"))
 
 
 def test_a_stage_that_has_enough_before_its_input_is_complete_may_end_early():
     async def main():
-        pipeline = Pipeline([stage("a", final_output=True), stage("b", stream=True)])
+        pipeline = Pipeline([stage("a", final_output=True), stage("b", feed="output")])
         early = SimStage(script=lambda _: (Chunk((7,)), FinishSilently("enough")))
         async with simulated(pipeline, SimStage(tokens=5, token_time=1), early) as runtime:
             result = await runtime.generate("x")
@@ -416,7 +416,7 @@ def test_an_error_of_a_stage_fails_that_request_with_the_cause_and_tells_the_oth
         def script(request):
             return (Wait(1), Error("out of luck")) if request.input.token_ids == (9,) else tokens(3)
 
-        pipeline = Pipeline([stage("a"), stage("b", stream=True, bridge="output")])
+        pipeline = Pipeline([stage("a"), stage("b", feed="output", bridge="output")])
         source = SimStage(script=lambda r: (Chunk(r.input.token_ids), Wait(5), Finish()))
         async with simulated(pipeline, source, SimStage(script=script)) as runtime, trio.open_nursery() as nursery:
             nursery.start_soon(runtime.generate, [4])

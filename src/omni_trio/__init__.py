@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ._api import open_runtime
-from .bridges import BridgeContext, bridge
+from .bridges import BridgeContext, Companion, ExpandContext, bridge
 from .config import load_pipeline
 from .errors import (
     BridgeFailed,
@@ -17,20 +17,24 @@ from .errors import (
     ReplicaLost,
     RequestAborted,
     RequestError,
+    SessionClosed,
     ShutDown,
     StageFailed,
     StartupFailed,
 )
-from .messages import Output, StageInput, StageMetrics, TraceEvent
+from .messages import Output, Progress, StageInput, StageMetrics, TraceEvent
 from .pipeline import Pipeline, StageSpec
-from .runtime import Health, Request, Result, Runtime, RuntimeStatistics, StageResult
+from .runtime import Completion, Health, Request, RequestStream, Result, Runtime, RuntimeStatistics, StageResult
 
 __all__ = [
     "BridgeContext",
     "BridgeFailed",
+    "Companion",
+    "Completion",
     "ConfigError",
     "DeadlineExceeded",
     "EngineDied",
+    "ExpandContext",
     "Health",
     "InvalidRequest",
     "NoReplicaAvailable",
@@ -38,13 +42,16 @@ __all__ = [
     "Output",
     "Overloaded",
     "Pipeline",
+    "Progress",
     "ReplicaLost",
     "Request",
     "RequestAborted",
     "RequestError",
+    "RequestStream",
     "Result",
     "Runtime",
     "RuntimeStatistics",
+    "SessionClosed",
     "ShutDown",
     "StageFailed",
     "StageInput",

@@ -5,7 +5,7 @@ One small tree, by whose fault it is:
 * the caller's: `ConfigError`, `InvalidRequest`;
 * the load's: `Overloaded`, `NoReplicaAvailable`, `DeadlineExceeded`;
 * a stage's: `StageFailed`, `BridgeFailed`, `StartupFailed`, `EngineDied`, `ReplicaLost`;
-* the end of something: `RequestAborted`, `ShutDown`.
+* the end of something: `RequestAborted`, `SessionClosed`, `ShutDown`.
 
 Every error about a request says which request, stage and replica it is about, carries its cause as
 ``__cause__`` and says in its text what to do. Unless a class says otherwise, the runtime and all other
@@ -14,7 +14,7 @@ requests go on after it.
 
 from __future__ import annotations
 
-from typing import final
+from typing import Any, final
 
 __all__ = [
     "BridgeFailed",
@@ -28,6 +28,7 @@ __all__ = [
     "ReplicaLost",
     "RequestAborted",
     "RequestError",
+    "SessionClosed",
     "ShutDown",
     "StageFailed",
     "StartupFailed",
@@ -120,6 +121,11 @@ class NoReplicaAvailable(RequestError):
 
 
 @final
+class SessionClosed(RequestError):
+    """More input was sent to a session that takes none any more: it was closed, or has ended. Open a new one."""
+
+
+@final
 class StageFailed(RequestError):
     """A stage reported that it can not go on with this request."""
 
@@ -131,12 +137,21 @@ class BridgeFailed(RequestError):
 
 @final
 class DeadlineExceeded(RequestError):
-    """The request's deadline passed; every stage has been told to let go of it."""
+    """The request's deadline passed, or it waited too long for a chunk or a companion. Every stage has been told."""
 
 
 @final
 class RequestAborted(RequestError):
-    """Somebody aborted the request while its consumer was still reading."""
+    """Somebody aborted the request while its consumer was still reading.
+
+    Attributes:
+        partial: where the abort asked to keep it, the `omni_trio.Result` of what the final-output stages had made and
+            the consumer had not taken yet; else None.
+    """
+
+    def __init__(self, message: str, *, request_id: str | None = None, partial: Any = None) -> None:
+        self.partial = partial
+        super().__init__(message, request_id=request_id)
 
 
 @final

@@ -16,8 +16,10 @@ import msgspec
 
 __all__ = [
     "FinishReason",
+    "KvTransfer",
     "Modality",
     "Output",
+    "Progress",
     "Prompt",
     "StageInput",
     "StageMetrics",
@@ -50,10 +52,24 @@ class StageInput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Prompt embeddings: an array or tensor of shape [tokens, hidden]."""
     data: Mapping[str, Any] = {}
     """Everything else by name: multimodal data, arrays, numbers, strings."""
+    batch: tuple[StageInput, ...] | None = None
+    """diffusion stages: several inputs that are worked on as one request and give one combined output."""
 
 
-Prompt: TypeAlias = str | Sequence[int] | StageInput
-"""What a caller may hand in as a prompt: words, token ids, or a `StageInput` for all else."""
+Prompt: TypeAlias = str | Sequence[int] | Sequence[str] | Sequence[StageInput] | StageInput
+"""What a caller may hand in as a prompt: words, token ids, or a `StageInput` for all else. A sequence of words or of
+`StageInput` is a batch, for pipelines whose first stage is of kind ``diffusion``."""
+
+
+class KvTransfer(msgspec.Struct, frozen=True, kw_only=True):
+    """What one half of a prefill/decode pair has to know of the other. Keys of `params` are those of vLLM."""
+
+    role: Literal["prefill", "decode"]
+    transfer_id: str
+    """Names the transfer: the same for both halves."""
+    params: Mapping[str, Any] | None = None
+    """decode: the ``kv_transfer_params`` that the prefill ended with. None where the connector finds the KV cache by
+    its content."""
 
 
 class StageRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,24 +82,39 @@ class StageRequest(msgspec.Struct, frozen=True, kw_only=True):
     """What `StageClient.resolve_params` returned for this request: sampling, pooling or worker parameters."""
     last: bool = True
     """False while more input of this request will follow as updates."""
+    segment_end: bool = False
+    """Whether this input completes a segment of a session: once all input so far is worked off, the stage answers
+    with an output whose own `segment_end` is set (or with its last output, if this was the `last` input)."""
     want_text: bool = True
     """False where nobody reads the stage's text, so that it need not be detokenized."""
     priority: int = 0
     """Lower is sooner, as in vLLM."""
     deadline: float = math.inf
     """Absolute time on trio's clock after which the result is of no use."""
+    kv_transfer: KvTransfer | None = None
+    """Set for the stages of a prefill/decode pair."""
+    kv_senders: Mapping[str, Mapping[str, Any]] = {}
+    """By stage name: where a stage that feeds this one offers the request's KV cache (`SendsKv.kv_sender_info`)."""
 
 
 class StageOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """What one stage produced for one request in one step: always a delta, never a repetition."""
 
     request_id: str
+    index: int = 0
+    """Which of several completions (``n`` of the sampling params) this belongs to."""
     token_ids: Sequence[int] = ()
     text: str = ""
     data: Mapping[str, Any] | None = None
     """Arrays and other values by name (see `omni_trio.merging` for how successive ones add up)."""
     finish_reason: FinishReason | None = None
     """Set on the last output of this request at this stage, and only there."""
+    completion_finish_reason: FinishReason | None = None
+    """Set on the last output of the completion `index`, where other completions of the request go on."""
+    segment_end: bool = False
+    """All input so far is worked off: a segment of a session has ended, the request has not."""
+    progress: tuple[int, int] | None = None
+    """Steps done and steps in all, from stages that work in steps (denoising)."""
     stop_reason: int | str | None = None
     error: str | None = None
     """What went wrong, in words; implies that the stage has ended with the request."""
@@ -91,12 +122,20 @@ class StageOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Length of the prompt in tokens; 0 where this output does not tell."""
     cached_tokens: int = 0
     kv_transfer_params: Mapping[str, Any] | None = None
+    """What the next stage needs to get at the request's KV cache; with a true ``kv_ready`` it tells that the cache can
+    be had already, while the stage goes on."""
     logprobs: Any = None
 
     @property
     def finished(self) -> bool:
         """Whether the stage has ended with this request."""
         return self.finish_reason is not None or self.error is not None
+
+    @property
+    def kv_ready(self) -> bool:
+        """Whether this tells that the KV cache can be had, though the stage has not ended with the request."""
+        params = self.kv_transfer_params
+        return params is not None and bool(params.get("kv_ready"))
 
 
 class StageMetrics(msgspec.Struct, frozen=True, kw_only=True):
@@ -171,12 +210,21 @@ class Output(msgspec.Struct, frozen=True, kw_only=True):
     stage_id: int
     replica_id: int
     modality: Modality
+    index: int = 0
+    """Which of several completions (``n`` of the sampling params) this belongs to."""
+    turn: int = 0
+    """In a session: counts the caller's barge-ins."""
+    segment: int = 0
+    """In a session: which of the turn's segments this answers, from 0."""
     token_ids: Sequence[int] = ()
     text: str = ""
     data: Mapping[str, Any] = {}
+    segment_end: bool = False
+    """In a session: whether the stage has worked off the segment."""
     finished: bool = False
     """True on the last output of this stage for this request; other stages may still be at work."""
     finish_reason: FinishReason | None = None
+    """Why the stage, or the completion `index`, ended."""
     stop_reason: int | str | None = None
     logprobs: Any = None
     metrics: StageMetrics | None = None
@@ -192,6 +240,22 @@ class Output(msgspec.Struct, frozen=True, kw_only=True):
         if self.modality == "data":
             return self.data
         return self.data.get(self.modality)
+
+
+class Progress(msgspec.Struct, frozen=True, kw_only=True):
+    """How far a stage that works in steps has come with a request. Only the newest one waits for a slow consumer."""
+
+    delta: ClassVar[None] = None
+    """Nothing: lets a loop over events read ``event.delta`` without asking for the event's type."""
+
+    request_id: str
+    stage: str
+    stage_id: int
+    replica_id: int
+    step: int
+    """Steps done."""
+    total: int
+    """Steps in all."""
 
 
 class TraceEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

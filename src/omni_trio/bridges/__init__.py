@@ -8,6 +8,32 @@ everything and runs on the trio thread, so it must be quick.
 from __future__ import annotations
 
 from ._builtin import BUILTIN
-from ._contract import Bridge, BridgeContext, BridgeSpec, Reads, RunIn, bridge, resolve_bridge
+from ._contract import Bridge, BridgeContext, BridgeSpec, CompanionOutput, Reads, RunIn, bridge, resolve_bridge
+from ._declared import (
+    Companion,
+    Expand,
+    ExpandContext,
+    ExpandSpec,
+    Placeholder,
+    resolve_expand,
+    resolve_placeholder,
+)
 
-__all__ = ["BUILTIN", "Bridge", "BridgeContext", "BridgeSpec", "Reads", "RunIn", "bridge", "resolve_bridge"]
+__all__ = [
+    "BUILTIN",
+    "Bridge",
+    "BridgeContext",
+    "BridgeSpec",
+    "Companion",
+    "CompanionOutput",
+    "Expand",
+    "ExpandContext",
+    "ExpandSpec",
+    "Placeholder",
+    "Reads",
+    "RunIn",
+    "bridge",
+    "resolve_bridge",
+    "resolve_expand",
+    "resolve_placeholder",
+]

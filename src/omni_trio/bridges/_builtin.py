@@ -18,17 +18,15 @@ def _passed_on(context: BridgeContext) -> Mapping[str, Any]:
 
 
 def tokens(context: BridgeContext) -> StageInput | None:
-    """The source's tokens become the prompt: both stages must share a vocabulary."""
-    if not context.token_ids:
-        return None
-    return StageInput(token_ids=tuple(context.token_ids), data=_passed_on(context))
+    """The source's tokens become the prompt: both stages must share a vocabulary. In a session, segment by segment."""
+    new_tokens, _ = context.new()
+    return StageInput(token_ids=new_tokens, data=_passed_on(context)) if new_tokens else None
 
 
 def text(context: BridgeContext) -> StageInput | None:
-    """The source's text becomes the prompt."""
-    if not context.text:
-        return None
-    return StageInput(text=context.text, data=_passed_on(context))
+    """The source's text becomes the prompt. In a session, segment by segment."""
+    _, new_text = context.new()
+    return StageInput(text=new_text, data=_passed_on(context)) if new_text else None
 
 
 def original_prompt(context: BridgeContext) -> StageInput:
@@ -49,10 +47,7 @@ def output(context: BridgeContext) -> StageInput | None:
 
     On a streaming edge each call hands on what is new in tokens and text since the last one.
     """
-    tokens_sent, text_sent = context.state.get("sent", (0, 0))
-    new_tokens = tuple(context.token_ids[tokens_sent:])
-    new_text = context.text[text_sent:]
-    context.state["sent"] = (len(context.token_ids), len(context.text))
+    new_tokens, new_text = context.new()
     data: dict[str, Any] = dict(_passed_on(context))
     if context.finished:
         data.update(context.data)

@@ -391,7 +391,7 @@ class _Client:
     async def submit(self, request: StageRequest) -> None:
         if not request.last and not self._takes_updates:
             await trio.lowlevel.checkpoint()
-            raise InvalidRequest("the stage takes no input in pieces; set stream = false in front of it")
+            raise InvalidRequest("the stage takes no input in pieces; set feed = "finish" in front of it")
         self._check_health()
         converted = self._converted(request)
         self._known.add(request.request_id)  # before the submission: outputs may come before it returns
@@ -407,7 +407,7 @@ class _Client:
     async def update(self, request: StageRequest) -> None:
         if not self._takes_updates:
             await trio.lowlevel.checkpoint()
-            raise InvalidRequest("the stage takes no input in pieces; set stream = false in front of it")
+            raise InvalidRequest("the stage takes no input in pieces; set feed = "finish" in front of it")
         if request.request_id not in self._known:
             await trio.lowlevel.checkpoint()
             raise InvalidRequest("the stage does not know this request, or is done with it")

@@ -2,21 +2,44 @@
 
 from __future__ import annotations
 
-from .flow import Decision, Fail, Finish, Forward, ProtocolError, RequestFlow, Submit, Update
+from .flow import (
+    Decision,
+    Defer,
+    Fail,
+    Finish,
+    Forward,
+    Handoff,
+    ProtocolError,
+    Release,
+    RequestFlow,
+    Submit,
+    SubmitCompanion,
+    Update,
+)
 from .plan import RoutePlan
-from .states import LEG_TRANSITIONS, Fact, LegState
+from .states import TABLES, EdgeAction, EdgeFact, EdgeState, HoldFact, HoldState, LegFact, LegState, Tables
 
 __all__ = [
-    "LEG_TRANSITIONS",
+    "TABLES",
     "Decision",
-    "Fact",
+    "Defer",
+    "EdgeAction",
+    "EdgeFact",
+    "EdgeState",
     "Fail",
     "Finish",
     "Forward",
+    "Handoff",
+    "HoldFact",
+    "HoldState",
+    "LegFact",
     "LegState",
     "ProtocolError",
+    "Release",
     "RequestFlow",
     "RoutePlan",
     "Submit",
+    "SubmitCompanion",
+    "Tables",
     "Update",
 ]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from ._handle import Request, Result, StageResult
+from ._handle import Request
 from ._orchestrator import DeathPolicy
+from ._result import Completion, Result, StageResult
 from ._runtime import Runtime, open_runtime
 from ._statistics import (
     Health,
@@ -13,15 +14,18 @@ from ._statistics import (
     RuntimeStatistics,
     StageStatistics,
 )
+from ._stream import RequestStream
 from ._trace import Instrument
 
 __all__ = [
+    "Completion",
     "DeathPolicy",
     "Health",
     "Instrument",
     "ReplicaHealth",
     "ReplicaStatistics",
     "Request",
+    "RequestStream",
     "Result",
     "RpcResult",
     "Runtime",

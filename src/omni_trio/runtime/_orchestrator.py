@@ -21,10 +21,13 @@ from omni_trio.errors import (
     StartupFailed,
 )
 from omni_trio.messages import Prompt, StageInput
-from omni_trio.pipeline import Pipeline, nearest
+from omni_trio.pipeline import Pipeline
 from omni_trio.routing import RoutePlan
 from omni_trio.stages import ClientFactory, Replica, ReplicaContext, ReplicaState, StageClient, StagePool
 
+from ._admission import RequestOptions, check_completions, checked_id, checked_prompt, split_params
+from ._gate import Gate
+from ._groups import leaves
 from ._request import RequestTask
 from ._trace import Trace
 
@@ -65,11 +68,13 @@ class Orchestrator:
         self.closing = False
         self.body_scope = trio.CancelScope()
         """Around the user's block and all requests."""
+        self.gate = Gate()
         self._factories = factories
         self._policy = on_engine_death
         self._max_in_flight = max_in_flight
         self._close_timeout = close_timeout
         self._nursery: trio.Nursery | None = None
+        self._token = trio.lowlevel.current_trio_token()
         self._ids = itertools.count(1)
         self._plans: dict[int | None, RoutePlan] = {}
         self._default_params: dict[int, Any] = {}
@@ -86,9 +91,19 @@ class Orchestrator:
         Raises:
             StartupFailed: one did not come up. The caller has to `stop`, which stops the others.
         """
-        async with trio.open_nursery() as nursery:
-            for replica in self.replicas():
-                nursery.start_soon(services.start, self._serve, replica)
+        failures: list[StartupFailed] = []
+        try:
+            async with trio.open_nursery() as nursery:
+                for replica in self.replicas():
+                    nursery.start_soon(services.start, self._serve, replica)
+        except* StartupFailed as group:
+            failures = [error for error in leaves(group) if isinstance(error, StartupFailed)]
+        if failures:
+            # Several replicas of one broken stage are one piece of news, not a group of them.
+            first, *others = sorted(failures, key=lambda error: (error.stage_id or 0, error.replica_id or 0))
+            for other in others:
+                first.add_note(f"another that did not come up: {other}")
+            raise first
 
     def stop(self, why: str) -> None:
         """Make every replica's task close its client and end."""
@@ -123,6 +138,7 @@ class Orchestrator:
                 async with self._factories[replica.stage_id](context) as client:
                     replica.client = client
                     replica.state = ReplicaState.READY
+                    self.pools[replica.stage_id].note_change()
                     # From here on engines outlive those who use them: only `stop` ends this task, however the
                     # runtime's block is left, so that requests can still be aborted at the stages.
                     replica.scope.deadline = float("inf")
@@ -131,8 +147,10 @@ class Orchestrator:
                     task_status.started()
                     await self._read(replica, client)
                     self.trace.emit("replica.closing", **place)
-        except OmniTrioError:
-            raise
+        except OmniTrioError as error:
+            if replica.state is ReplicaState.STARTING:
+                raise
+            self._broke(replica, error)
         except Exception as error:
             if replica.state is ReplicaState.STARTING:
                 raise StartupFailed(
@@ -140,7 +158,7 @@ class Orchestrator:
                     phase=replica.phase,
                     **place,
                 ) from error
-            _logger.exception("closing stage %r, replica %d, failed", spec.name, replica.replica_id)
+            self._broke(replica, error)
         finally:
             if replica.state is not ReplicaState.DEAD:
                 was_starting = replica.state is ReplicaState.STARTING
@@ -156,24 +174,34 @@ class Orchestrator:
                 **place,
             )
 
+    def _broke(self, replica: Replica, error: Exception) -> None:
+        """A replica's client raised where it has nothing to raise: while it ran, or while it was closed."""
+        if replica.scope.cancel_called:
+            _logger.error("closing stage %r, replica %d, failed", replica.spec.name, replica.replica_id, exc_info=error)
+            return
+        self.replica_died(replica, self._breach(replica, error))
+
+    def _breach(self, replica: Replica, error: Exception) -> EngineDied:
+        words = "; ".join(f"{type(leaf).__name__}: {leaf}" for leaf in leaves(error))
+        death = EngineDied(
+            f"its client failed with {words}; it counts as dead",
+            stage=replica.spec.name,
+            stage_id=replica.stage_id,
+            replica_id=replica.replica_id,
+        )
+        death.__cause__ = error
+        return death
+
     async def _read(self, replica: Replica, client: StageClient) -> None:
         while True:
             try:
-                outputs = await client.receive()
+                replica.deliver(await client.receive(), trio.current_time())
             except EngineDied as error:
                 self.replica_died(replica, error)
                 return
             except Exception as error:
-                death = EngineDied(
-                    f"its client failed with {type(error).__name__}: {error}; it counts as dead",
-                    stage=replica.spec.name,
-                    stage_id=replica.stage_id,
-                    replica_id=replica.replica_id,
-                )
-                death.__cause__ = error
-                self.replica_died(replica, death)
+                self.replica_died(replica, self._breach(replica, error))
                 return
-            replica.deliver(outputs, trio.current_time())
 
     def replica_died(self, replica: Replica, death: EngineDied) -> None:
         """Do what the policy says. A death is handled once, whoever notices it first (I15)."""
@@ -181,6 +209,7 @@ class Orchestrator:
             return
         replica.state = ReplicaState.DEAD
         replica.death = death
+        self.pools[replica.stage_id].note_change()
         for field in ("stage_id", "replica_id"):
             if getattr(death, field) is None:
                 setattr(death, field, getattr(replica, field))
@@ -245,17 +274,10 @@ class Orchestrator:
         else:
             self.verdicts[task.verdict] += 1
 
-    def admit(
-        self,
-        prompt: Prompt,
-        *,
-        sampling_params: Any,
-        request_id: str | None,
-        final_stage: str | int | None,
-        deadline: float,
-        priority: int,
-    ) -> RequestTask:
+    def admit(self, prompt: Prompt | None, options: RequestOptions) -> RequestTask:
         """Check a request and start its task; no stage has been touched when this raises.
+
+        A request without a prompt is a session, whose input comes later.
 
         Raises:
             InvalidRequest: it can not be served as it is.
@@ -263,28 +285,22 @@ class Orchestrator:
             ShutDown: the runtime is closing.
         """
         try:
-            return self._admit(prompt, sampling_params, request_id, final_stage, deadline, priority)
+            return self._admit(prompt, options)
         except RequestError as error:
             self.rejected += 1
-            if error.request_id is None:
-                error.request_id = request_id
+            if error.request_id is None and isinstance(options.request_id, str):
+                error.request_id = options.request_id
             raise
 
-    def _admit(
-        self,
-        prompt: Prompt,
-        sampling_params: Any,
-        request_id: str | None,
-        final_stage: str | int | None,
-        deadline: float,
-        priority: int,
-    ) -> RequestTask:
+    def _admit(self, prompt: Prompt | None, options: RequestOptions) -> RequestTask:
         if self.closing or self._nursery is None:
             error = ShutDown("the runtime is closed and takes no requests; open a new one")
             error.__cause__ = self.fatal
             raise error
+        if trio.lowlevel.current_trio_token() is not self._token:
+            raise RuntimeError("a runtime can only be used inside the trio.run() that it was opened in")
         number = next(self._ids)
-        external_id = f"request-{number}" if request_id is None else _checked_id(request_id)
+        external_id = f"request-{number}" if options.request_id is None else checked_id(options.request_id)
         if external_id in self.tasks:
             raise InvalidRequest(
                 "a request with this id is in flight; ids must be unique among those, or left out to get one made"
@@ -294,44 +310,50 @@ class Orchestrator:
                 f"{len(self.tasks)} requests are in flight, which is the limit; "
                 "ask again when one has ended, or raise max_in_flight"
             )
-        if isinstance(priority, bool) or not isinstance(priority, int):
-            raise InvalidRequest(f"priority must be a whole number, not {priority!r}")
+        session = prompt is None
+        if session and (why := self.pipeline.no_sessions) is not None:
+            raise InvalidRequest(f"the pipeline takes no streaming input: {why}")
+        plan = self._plan(options.final_stage_id(self.pipeline))
+        given = split_params(options.sampling_params, self.pipeline)
+        params = self.params(given)
+        check_completions(params, plan, session=session)
         task = RequestTask(
             self,
             # The number makes it unique for ever: a late output of an earlier request can not meet a later one.
             request_id=f"{external_id}-{number}",
             external_id=external_id,
-            prompt=_checked_prompt(prompt),
-            params=self._params(sampling_params),
-            plan=self._plan(final_stage),
-            deadline=deadline,
-            priority=priority,
+            prompt=StageInput() if prompt is None else checked_prompt(prompt, self.pipeline),
+            params=params,
+            given=given.get(0),
+            plan=plan,
+            deadline=options.absolute_deadline(),
+            priority=options.checked_priority(),
+            session=session,
         )
         self.tasks[external_id] = task
         self.trace.emit("request.submitted", request_id=external_id)
         self._nursery.start_soon(task.run, name=f"request {external_id}")
         return task
 
-    def _plan(self, final_stage: str | int | None) -> RoutePlan:
-        stage_id: int | None
-        if isinstance(final_stage, str):
-            try:
-                stage_id = self.pipeline.stage_id(final_stage)
-            except KeyError as error:
-                raise InvalidRequest(f"final_stage: {error.args[0]}") from None
-        else:
-            stage_id = final_stage
-            if stage_id is not None and not 0 <= stage_id < len(self.pools):
-                raise InvalidRequest(f"final_stage: there is no stage {stage_id}; there are {len(self.pools)}")
-        if stage_id not in self._plans:
-            self._plans[stage_id] = RoutePlan(self.pipeline, stage_id)
-        return self._plans[stage_id]
+    def _plan(self, final_stage: int | None) -> RoutePlan:
+        if final_stage not in self._plans:
+            self._plans[final_stage] = RoutePlan(self.pipeline, final_stage)
+        return self._plans[final_stage]
 
-    def _params(self, given: Any) -> tuple[Any, ...]:
-        per_stage = _split_params(given, [spec.name for spec in self.pipeline.stages])
-        return tuple(self._resolve(stage_id, per_stage.get(stage_id)) for stage_id in range(len(self.pools)))
+    def params(self, given: Mapping[int, Any]) -> tuple[Any, ...]:
+        """Check what was given per stage; returns the parameters of every stage.
 
-    def _resolve(self, stage_id: int, given: Any) -> Any:
+        Raises:
+            InvalidRequest: some can not be used.
+        """
+        return tuple(self.resolve(stage_id, given.get(stage_id)) for stage_id in range(len(self.pools)))
+
+    def resolve(self, stage_id: int, given: Any) -> Any:
+        """Check what was given for one stage, and merge it with the stage's defaults.
+
+        Raises:
+            InvalidRequest: it can not be used.
+        """
         if given is None and stage_id in self._default_params:
             return self._default_params[stage_id]
         pool = self.pools[stage_id]
@@ -346,56 +368,3 @@ class Orchestrator:
         if given is None:
             self._default_params[stage_id] = params
         return params
-
-
-def _checked_id(request_id: Any) -> str:
-    if not isinstance(request_id, str):
-        raise InvalidRequest(f"a request id must be a string, not {type(request_id).__name__}")
-    if not request_id:
-        raise InvalidRequest("a request id must not be empty; leave it out to get one made")
-    return request_id
-
-
-def _checked_prompt(prompt: Any) -> StageInput:
-    if isinstance(prompt, StageInput):
-        given = (prompt.text, prompt.token_ids, prompt.messages, prompt.embeds)
-        if all(part is None or (isinstance(part, str | tuple) and not part) for part in given) and not prompt.data:
-            raise InvalidRequest("the prompt is empty: give it text, token_ids, messages, embeds or data")
-        return prompt
-    if isinstance(prompt, str):
-        if not prompt:
-            raise InvalidRequest("the prompt is empty")
-        return StageInput(text=prompt)
-    if isinstance(prompt, Sequence) and not isinstance(prompt, bytes | bytearray):
-        if not prompt:
-            raise InvalidRequest("the prompt is empty")
-        # Looked at in C: a prompt may have a hundred thousand tokens, and this runs on the trio thread.
-        if set(map(type, prompt)) != {int} or min(prompt) < 0:
-            wrong = next(token for token in prompt if type(token) is not int or token < 0)
-            raise InvalidRequest(f"a prompt of token ids holds whole numbers from 0 up, not {wrong!r}")
-        return StageInput(token_ids=tuple(prompt))
-    raise InvalidRequest(f"a prompt is a string, a sequence of token ids or a StageInput, not {type(prompt).__name__}")
-
-
-def _split_params(given: Any, names: Sequence[str]) -> dict[int, Any]:
-    if given is None:
-        return {}
-    if isinstance(given, list | tuple):
-        if len(given) != len(names):
-            raise InvalidRequest(
-                f"sampling_params as a list needs one entry per stage ({len(names)}: {', '.join(names)}), "
-                f"not {len(given)}"
-            )
-        return dict(enumerate(given))
-    if not isinstance(given, Mapping):
-        return {0: given}
-    named = [key for key in given if key in names]
-    looks_per_stage = bool(given) and all(isinstance(value, Mapping) for value in given.values())
-    if not named and not looks_per_stage:
-        return {0: given}
-    for key in given:
-        if key not in names:
-            raise InvalidRequest(
-                f"sampling_params: no stage is called {key!r}{nearest(str(key), names)} (stages: {', '.join(names)})"
-            )
-    return {names.index(key): value for key, value in given.items()}

@@ -14,9 +14,11 @@ from omni_trio.messages import Prompt
 from omni_trio.pipeline import Pipeline, nearest
 from omni_trio.stages import ClientFactory, ClientStatistics, Replica, ReplicaState
 
+from ._admission import RequestOptions
 from ._groups import leaves, lone
-from ._handle import Request, Result
+from ._handle import Request
 from ._orchestrator import DeathPolicy, Orchestrator
+from ._result import Result
 from ._statistics import (
     Health,
     ReplicaHealth,
@@ -25,6 +27,7 @@ from ._statistics import (
     RuntimeStatistics,
     StageStatistics,
 )
+from ._stream import RequestStream
 from ._trace import Instrument, Trace
 
 __all__ = ["Runtime", "open_runtime"]
@@ -49,7 +52,7 @@ class Runtime:
         sampling_params: Any = None,
         request_id: str | None = None,
         final_stage: str | int | None = None,
-        deadline: float = math.inf,
+        deadline: float | None = None,
         priority: int = 0,
     ) -> Request:
         """Make a request, to be opened with ``async with``.
@@ -62,7 +65,7 @@ class Runtime:
                 left out.
             final_stage: name or index of the stage at which the request ends; its output goes to the caller
                 whether or not the pipeline calls it final. None: the request passes the whole pipeline.
-            deadline: seconds from now until the request is given up, everywhere.
+            deadline: seconds from entering the block until the request is given up, everywhere; None: never.
             priority: lower is sooner, as in vLLM.
 
         Entering the block raises:
@@ -70,18 +73,47 @@ class Runtime:
             Overloaded: as many requests as allowed are in flight.
             ShutDown: the runtime is closing.
         """
-        if not deadline > 0:
-            raise InvalidRequest(f"a deadline is a number of seconds above 0, not {deadline!r}", request_id=request_id)
+        if prompt is None:
+            raise InvalidRequest("the prompt is None; for input that comes bit by bit see open_stream()")
         return Request(
             self._orchestrator,
             prompt,
-            {
-                "sampling_params": sampling_params,
-                "request_id": request_id,
-                "final_stage": final_stage,
-                "deadline": deadline if deadline == math.inf else trio.current_time() + deadline,
-                "priority": priority,
-            },
+            RequestOptions(
+                sampling_params=sampling_params,
+                request_id=request_id,
+                final_stage=final_stage,
+                deadline=deadline,
+                priority=priority,
+            ),
+        )
+
+    def open_stream(
+        self,
+        *,
+        sampling_params: Any = None,
+        request_id: str | None = None,
+        final_stage: str | int | None = None,
+        deadline: float | None = None,
+        priority: int = 0,
+    ) -> RequestStream:
+        """Make a session, a request whose input comes in segments, to be opened with ``async with``.
+
+        Arguments as for `request`, with the prompt left out: it is sent.
+
+        Entering the block raises:
+            InvalidRequest: the pipeline takes no streaming input, or something in the arguments can not be served.
+            Overloaded: as many requests as allowed are in flight.
+            ShutDown: the runtime is closing.
+        """
+        return RequestStream(
+            self._orchestrator,
+            RequestOptions(
+                sampling_params=sampling_params,
+                request_id=request_id,
+                final_stage=final_stage,
+                deadline=deadline,
+                priority=priority,
+            ),
         )
 
     async def generate(
@@ -91,7 +123,7 @@ class Runtime:
         sampling_params: Any = None,
         request_id: str | None = None,
         final_stage: str | int | None = None,
-        deadline: float = math.inf,
+        deadline: float | None = None,
         priority: int = 0,
     ) -> Result:
         """Serve one request to its end and return its final outputs. Arguments as for `request`.
@@ -109,11 +141,15 @@ class Runtime:
         ) as request:
             return await request.result()
 
-    async def abort(self, request_ids: str | Iterable[str]) -> tuple[str, ...]:
+    async def abort(self, request_ids: str | Iterable[str], *, keep_partial: bool = False) -> tuple[str, ...]:
         """End requests: their consumers get `RequestAborted`.
 
         When it returns, no stage holds any of them, and no event of theirs will be delivered (I6). Ids of
         requests that have ended, or never were, are ignored.
+
+        Args:
+            request_ids: of the requests.
+            keep_partial: whether `RequestAborted.partial` shall carry what had been made of each and not been read.
 
         Returns:
             The ids of those that it ended.
@@ -125,7 +161,7 @@ class Runtime:
         tasks = [task for one in wanted if (task := self._orchestrator.tasks.get(one)) is not None]
         ended = [task for task in tasks if task.verdict is None]
         for task in ended:
-            task.abort("it was aborted")
+            task.abort("it was aborted", keep_partial=keep_partial)
         for task in tasks:
             await task.done.wait()
         for task in ended:
@@ -275,13 +311,11 @@ async def open_runtime(
         StartupFailed: a replica did not come up; those that had are down again.
         EngineDied: an engine died (under ``fail_stop``).
     """
-    if on_engine_death not in (policies := get_args(DeathPolicy)):
-        raise ValueError(f"on_engine_death: expected one of {', '.join(policies)}, not {on_engine_death!r}")
-    if max_in_flight < 1:
-        raise ValueError(f"max_in_flight: expected at least 1, not {max_in_flight}")
-    for stage in pipeline.stages:
-        if stage.name not in clients:
-            raise ValueError(f"clients: there is none for stage {stage.name!r}")
+    _check_options(pipeline, clients, on_engine_death, max_in_flight, abort_timeout, shutdown_deadline)
+    instruments = tuple(instruments)
+    for instrument in instruments:
+        if not callable(instrument):
+            raise TypeError(f"instruments: expected callables, not {instrument!r}")
     trace = Trace(instruments)
     orchestrator = Orchestrator(
         pipeline,
@@ -316,6 +350,32 @@ async def open_runtime(
     # Raised out here, so that what a user sees first does not drag the nurseries' groups along as its context.
     if (outcome := _outcome(failure, orchestrator.fatal)) is not None:
         raise outcome
+
+
+def _check_options(
+    pipeline: Any,
+    clients: Mapping[str, ClientFactory],
+    on_engine_death: str,
+    max_in_flight: Any,
+    abort_timeout: float,
+    shutdown_deadline: float,
+) -> None:
+    if not isinstance(pipeline, Pipeline):
+        raise TypeError(f"pipeline: expected a Pipeline (see load_pipeline), not {type(pipeline).__name__}")
+    if on_engine_death not in (policies := get_args(DeathPolicy)):
+        raise ValueError(f"on_engine_death: expected one of {', '.join(policies)}, not {on_engine_death!r}")
+    if isinstance(max_in_flight, bool) or not isinstance(max_in_flight, int) or max_in_flight < 1:
+        raise ValueError(f"max_in_flight: expected a whole number from 1 up, not {max_in_flight!r}")
+    for name, seconds in (("abort_timeout", abort_timeout), ("shutdown_deadline", shutdown_deadline)):
+        if not 0 < seconds < math.inf:  # every wait is bounded (I16)
+            raise ValueError(f"{name}: expected a number of seconds above 0, not {seconds!r}")
+    names = [stage.name for stage in pipeline.stages]
+    for name in names:
+        if name not in clients:
+            raise ValueError(f"clients: there is none for stage {name!r}")
+    for name in clients:
+        if name not in names:
+            raise ValueError(f"clients: no stage is called {name!r}{nearest(name, names)}")
 
 
 def _outcome(failure: BaseException | None, fatal: EngineDied | None) -> BaseException | None:

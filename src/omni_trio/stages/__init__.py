@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from .client import ClientFactory, ClientStatistics, ReplicaContext, StageClient
-from .leg import Leg, LegOwner
+from .client import ClientFactory, ClientStatistics, ReleasesKv, ReplicaContext, SendsKv, StageClient
+from .leg import Leg, LegOwner, Mark
 from .pool import Replica, ReplicaState, StagePool
 
 __all__ = [
@@ -11,9 +11,12 @@ __all__ = [
     "ClientStatistics",
     "Leg",
     "LegOwner",
+    "Mark",
+    "ReleasesKv",
     "Replica",
     "ReplicaContext",
     "ReplicaState",
+    "SendsKv",
     "StageClient",
     "StagePool",
 ]

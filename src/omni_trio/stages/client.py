@@ -12,7 +12,7 @@ import msgspec
 from omni_trio.messages import StageOutput, StageRequest
 from omni_trio.pipeline import StageSpec
 
-__all__ = ["ClientFactory", "ClientStatistics", "ReplicaContext", "StageClient"]
+__all__ = ["ClientFactory", "ClientStatistics", "ReleasesKv", "ReplicaContext", "SendsKv", "StageClient"]
 
 
 class ClientStatistics(msgspec.Struct, frozen=True, kw_only=True):
@@ -82,6 +82,9 @@ class StageClient(Protocol):
     async def update(self, request: StageRequest) -> None:
         """Hand over more input of a request that was submitted with ``last=False``.
 
+        The closing update of a session has ``last=True`` and an empty input: what is not worked off yet becomes the
+        end, and a stage that has worked off everything ends the request with an output that carries nothing else.
+
         Ignored for a request that the replica does not know: a stage may end a request before it has all of its
         input, and this may cross with its last output.
 
@@ -122,6 +125,33 @@ class StageClient(Protocol):
 
     def statistics(self) -> ClientStatistics:
         """Return what the replica last said of itself."""
+        ...
+
+
+@runtime_checkable
+class ReleasesKv(Protocol):
+    """A `StageClient` whose engine can decode what another one has prefilled."""
+
+    async def release_kv(self, request: StageRequest) -> None:
+        """Make the prefill engine let go of a KV cache that it holds for this stage, without decoding.
+
+        Called in place of `submit`, at most once per request, where the request ends in between.
+
+        Args:
+            request: as `submit` would have got it; its `kv_transfer` says what is held.
+
+        Raises:
+            EngineDied: the replica is dead.
+        """
+        ...
+
+
+@runtime_checkable
+class SendsKv(Protocol):
+    """A `StageClient` whose engine offers KV caches to later stages."""
+
+    def kv_sender_info(self) -> Mapping[str, Any] | None:
+        """Return where a later stage can get at a KV cache (``host``, ``zmq_port``), or None where there is none."""
         ...
 
 

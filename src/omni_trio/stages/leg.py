@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from omni_trio.errors import EngineDied
 from omni_trio.merging import merge_data
@@ -14,7 +15,10 @@ from .metrics import LegMeter
 if TYPE_CHECKING:
     from .pool import Replica
 
-__all__ = ["Leg", "LegOwner"]
+__all__ = ["Leg", "LegOwner", "Mark"]
+
+Mark: TypeAlias = tuple[int, int]
+"""How much of a leg's output there was at some moment: tokens, and characters of text."""
 
 
 class LegOwner(Protocol):
@@ -28,17 +32,22 @@ class LegOwner(Protocol):
         """The stage gave its last output, or failed the request. The replica has let go of the leg already."""
         ...
 
+    def leg_broken(self, leg: Leg, error: Exception) -> None:
+        """An output of the stage could not be made sense of."""
+        ...
+
     def leg_lost(self, leg: Leg, death: EngineDied) -> None:
         """The replica that worked on the leg is gone."""
         ...
 
 
 class Leg:
-    """Made when a request is bound to a replica of a stage; gone with the request."""
+    """Made when a request, or a companion of it, is bound to a replica of a stage; gone with the request."""
 
     __slots__ = (
         "_data",
         "_text",
+        "_text_size",
         "collects",
         "emits",
         "external_id",
@@ -50,10 +59,13 @@ class Leg:
         "owner",
         "replica",
         "request_id",
+        "role",
+        "segments",
         "stage",
         "stage_id",
         "streams",
         "token_ids",
+        "turn",
     )
 
     def __init__(
@@ -69,6 +81,8 @@ class Leg:
         emits: bool,
         collects: bool,
         streams: bool,
+        role: str | None = None,
+        turn: int = 0,
     ) -> None:
         self.owner = owner
         self.replica = replica
@@ -83,6 +97,12 @@ class Leg:
         """Whether outputs are kept for a bridge."""
         self.streams = streams
         """Whether a bridge wants to see each output as it comes."""
+        self.role = role
+        """What the companion is to the request; None: this is the request itself."""
+        self.turn = turn
+        """In a session: counts the caller's barge-ins."""
+        self.segments: deque[int] | None = None
+        """In a session: the numbers of the segments that the stage has been given and has not worked off."""
         self.held = False
         """Whether the leg counts as load of its replica."""
         self.meter = LegMeter()
@@ -90,6 +110,7 @@ class Leg:
         self.finish_reason: FinishReason | None = None
         self.token_ids: list[int] = []
         self._text: list[str] = []
+        self._text_size = 0
         self._data: list[Mapping[str, Any]] = []
 
     def collect(self, output: StageOutput) -> None:
@@ -97,9 +118,28 @@ class Leg:
         self.token_ids.extend(output.token_ids)
         if output.text:
             self._text.append(output.text)
+            self._text_size += len(output.text)
         if output.data:
             self._data.append(output.data)
         self.finish_reason = output.finish_reason
+
+    @property
+    def segment(self) -> int:
+        """In a session: the number of the segment that the stage is at."""
+        return self.segments[0] if self.segments else 0
+
+    def mark(self) -> Mark:
+        """How much there is now."""
+        return len(self.token_ids), self._text_size
+
+    def tokens_up_to(self, mark: Mark | None) -> Sequence[int]:
+        """The tokens that there were at a mark, or all."""
+        return self.token_ids if mark is None or mark[0] == len(self.token_ids) else self.token_ids[: mark[0]]
+
+    def text_up_to(self, mark: Mark | None) -> str:
+        """The text that there was at a mark, or all."""
+        text = self.text()
+        return text if mark is None else text[: mark[1]]
 
     def text(self) -> str:
         """All text so far."""

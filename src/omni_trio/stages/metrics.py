@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from omni_trio.messages import Modality, StageMetrics, StageOutput
@@ -54,6 +55,10 @@ class LegMeter:
         self.preprocess_s = 0.0
         self.bridge_s = 0.0
 
+    def last_sign(self) -> float:
+        """When the stage last showed that it is at work."""
+        return max(self.last, self.submitted)
+
     def count(self, output: StageOutput, now: float) -> None:
         """Take note of one output, which arrived at `now`."""
         tokens = len(output.token_ids)
@@ -76,7 +81,7 @@ class LegMeter:
             self.frames += int(shape[-1])
         for key in _RATE_KEYS:
             rate = data.get(key)
-            if isinstance(rate, int | float) and rate > 0:
+            if isinstance(rate, int | float) and 0 < rate < math.inf:
                 self.sample_rate = int(rate)
                 break
 

@@ -79,12 +79,15 @@ class Replica:
             if leg is None:
                 self.stray += 1
                 continue
-            leg.meter.count(output, now)
-            if output.finish_reason is None and output.error is None:
-                leg.owner.leg_output(leg, output)
-            else:
-                self.let_go(leg)
-                leg.owner.leg_ended(leg, output, now)
+            try:
+                leg.meter.count(output, now)
+                if output.finish_reason is None and output.error is None:
+                    leg.owner.leg_output(leg, output)
+                else:
+                    self.let_go(leg)
+                    leg.owner.leg_ended(leg, output, now)
+            except Exception as error:
+                leg.owner.leg_broken(leg, error)  # what is wrong with one output is its request's misfortune only
 
 
 class StagePool:
@@ -95,6 +98,24 @@ class StagePool:
         self.stage_id = stage_id
         self.replicas = tuple(Replica(spec, stage_id, index) for index in range(spec.replicas))
         self._next = 0
+        self._changed = trio.Event()
+
+    def note_change(self) -> None:
+        """The state of a replica has changed: those who wait for one look again."""
+        self._changed.set()
+        self._changed = trio.Event()
+
+    async def acquire(self) -> Replica:
+        """Return what `pick` does, after waiting for it for `StageSpec.dispatch_timeout` at most.
+
+        Raises:
+            NoReplicaAvailable: no replica of the stage was ready in time.
+        """
+        timeout = self.spec.dispatch_timeout
+        with trio.move_on_after(timeout):
+            while timeout and not any(self.ready()):
+                await self._changed.wait()
+        return self.pick()
 
     def ready(self) -> Iterator[Replica]:
         """The replicas that take requests."""

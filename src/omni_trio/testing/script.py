@@ -13,10 +13,12 @@ __all__ = [
     "Error",
     "Finish",
     "FinishSilently",
+    "KvReady",
     "LateChunk",
     "Reject",
     "Script",
     "Stall",
+    "Step",
     "Verb",
     "Wait",
     "tokens",
@@ -46,10 +48,28 @@ class Chunk:
 
 @attrs.frozen
 class Finish:
-    """Give the last output, with whatever `token_ids` are left to give."""
+    """Give the last output, with whatever `token_ids` are left to give.
+
+    In a session it ends the segment; the last segment's ends the request.
+    """
 
     reason: str = "stop"
     token_ids: tuple[int, ...] = attrs.field(default=(), converter=_ids)
+    kv: Mapping[str, Any] | None = None
+    """``kv_transfer_params`` for the stage that takes over."""
+
+
+@attrs.frozen
+class KvReady:
+    """Tell that the request's KV cache can be had, and go on."""
+
+
+@attrs.frozen
+class Step:
+    """Tell how far the work has come, in steps."""
+
+    step: int
+    total: int
 
 
 @attrs.frozen
@@ -93,7 +113,7 @@ class LateChunk:
     token_ids: tuple[int, ...] = attrs.field(default=(-1,), converter=_ids)
 
 
-Verb: TypeAlias = Wait | Chunk | Finish | FinishSilently | Error | Reject | Stall | Die | LateChunk
+Verb: TypeAlias = Wait | Chunk | KvReady | Step | Finish | FinishSilently | Error | Reject | Stall | Die | LateChunk
 Script: TypeAlias = tuple[Verb, ...]
 """What happens to one request, in order. A script that does not end it ends with `Stall`."""
 

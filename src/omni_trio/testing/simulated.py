@@ -12,7 +12,7 @@ import attrs
 import trio
 
 from omni_trio.errors import ConfigError, EngineDied, InvalidRequest, StageFailed
-from omni_trio.messages import StageOutput, StageRequest
+from omni_trio.messages import StageInput, StageOutput, StageRequest
 from omni_trio.pipeline import nearest
 from omni_trio.stages import ClientStatistics, ReplicaContext, StageClient
 
@@ -22,9 +22,11 @@ from .script import (
     Error,
     Finish,
     FinishSilently,
+    KvReady,
     LateChunk,
     Reject,
     Script,
+    Step,
     Wait,
     tokens,
 )
@@ -32,6 +34,8 @@ from .script import (
 __all__ = ["SimStage"]
 
 _PARAMS = ("max_tokens", "temperature", "seed")
+
+_NOTHING = StageInput()
 
 
 @attrs.frozen(kw_only=True)
@@ -64,6 +68,8 @@ class SimStage:
     close_time: float = 0.0
     """Seconds that closing takes; the replica is cut off after `ReplicaContext.close_timeout`."""
     max_prompt_tokens: int = 1_000_000
+    kv_sender: Mapping[str, Any] | None = None
+    """Where later stages are told to get KV caches of this one."""
     log: list[tuple[Any, ...]] = attrs.field(factory=list, repr=False, eq=False)
     """What the replicas were asked, in order: ``("submit", stage, replica, request id)`` and so on."""
 
@@ -74,7 +80,7 @@ class SimStage:
         Raises:
             ConfigError: an option is unknown or not a number.
         """
-        known = {field.name for field in attrs.fields(cls)} - {"script", "log"}
+        known = {field.name for field in attrs.fields(cls)} - {"script", "kv_sender", "log"}
         for key, value in options.items():
             where = f"stages.{stage}.options.{key}"
             if key not in known:
@@ -110,7 +116,7 @@ class _Work:
 
     def __init__(self) -> None:
         self.scope = trio.CancelScope()
-        self.scripts: deque[tuple[Script, bool]] = deque()
+        self.scripts: deque[tuple[Script, StageRequest]] = deque()
         self.more = trio.Event()
         self.late: tuple[int, ...] | None = None
         self.running = False
@@ -156,7 +162,7 @@ class _SimClient:
             raise InvalidRequest(script[0].message)
         self._check_alive()
         work = self._work[request.request_id] = _Work()
-        work.scripts.append((script, request.last))
+        work.scripts.append((script, request))
         self._nursery.start_soon(self._run, request.request_id, work)
 
     async def update(self, request: StageRequest) -> None:
@@ -166,7 +172,7 @@ class _SimClient:
         work = self._work.get(request.request_id)
         if work is None:
             return
-        work.scripts.append((self._script(request), request.last))
+        work.scripts.append((self._script(request), request))
         work.more.set()
 
     async def abort(self, request_ids: Sequence[str]) -> None:
@@ -209,6 +215,14 @@ class _SimClient:
             return None
         raise StageFailed(f"a simulated stage knows 'echo' and 'sleep', not {method!r}")
 
+    async def release_kv(self, request: StageRequest) -> None:
+        self._check_alive()
+        self._note("release_kv", request.request_id)
+        await trio.lowlevel.checkpoint()
+
+    def kv_sender_info(self) -> Mapping[str, Any] | None:
+        return self._stage.kv_sender
+
     def statistics(self) -> ClientStatistics:
         running = sum(1 for work in self._work.values() if work.running)
         return ClientStatistics(running=running, waiting=len(self._work) - running)
@@ -223,6 +237,10 @@ class _SimClient:
     def _script(self, request: StageRequest) -> Script:
         if self._stage.script is not None:
             return self._stage.script(request)
+        if request.last and request.input == _NOTHING:
+            return (Finish(),)  # the closing update of a session: nothing is left to do
+        if request.kv_transfer is not None and request.kv_transfer.role == "prefill":
+            return (Wait(self._stage.prefill_time), Finish("length", (0,), kv=_kv_of(request)))
         size = len(request.input.token_ids or ()) or len((request.input.text or "").split())
         if size > self._stage.max_prompt_tokens:
             raise InvalidRequest(f"the prompt has {size} tokens; the stage takes {self._stage.max_prompt_tokens}")
@@ -245,25 +263,31 @@ class _SimClient:
             while not work.scripts:
                 work.more = trio.Event()
                 await work.more.wait()
-            script, last = work.scripts.popleft()
-            await self._play(request_id, work, script, last=last)
+            script, request = work.scripts.popleft()
+            await self._play(request_id, work, script, request)
             if work.over:
                 return
-            if last:
+            if request.last:
                 await trio.sleep_forever()
 
-    async def _play(self, request_id: str, work: _Work, script: Script, *, last: bool) -> None:
+    async def _play(self, request_id: str, work: _Work, script: Script, request: StageRequest) -> None:
+        last = request.last
         for verb in script:
             if isinstance(verb, Wait):
                 await trio.sleep(verb.seconds)
             elif isinstance(verb, Chunk):
                 await trio.lowlevel.checkpoint()
                 self._put(_chunk(request_id, verb))
-            elif isinstance(verb, Finish) and not last:
+            elif isinstance(verb, KvReady | Step):
+                await trio.lowlevel.checkpoint()
+                self._put(_notice(request_id, verb))
+            elif not last and (isinstance(verb, Finish) or (isinstance(verb, FinishSilently) and request.segment_end)):
                 # The piece is done, the request is not: its tokens come, its end waits for the last piece.
                 await trio.lowlevel.checkpoint()
-                if verb.token_ids:
-                    self._put(_chunk(request_id, Chunk(verb.token_ids)))
+                token_ids = verb.token_ids if isinstance(verb, Finish) else ()
+                if token_ids or request.segment_end:
+                    self._put(_chunk(request_id, Chunk(token_ids), segment_end=request.segment_end))
+                return
             elif isinstance(verb, Finish | FinishSilently | Error):
                 await trio.lowlevel.checkpoint()
                 work.over = True
@@ -308,13 +332,32 @@ def _words(token_ids: Sequence[int]) -> str:
     return "".join(f"w{token} " for token in token_ids)
 
 
-def _chunk(request_id: str, verb: Chunk) -> StageOutput:
+def _chunk(request_id: str, verb: Chunk, *, segment_end: bool = False) -> StageOutput:
     text = _words(verb.token_ids) if verb.text is None else verb.text
-    return StageOutput(request_id=request_id, token_ids=verb.token_ids, text=text, data=verb.data)
+    return StageOutput(
+        request_id=request_id, token_ids=verb.token_ids, text=text, data=verb.data, segment_end=segment_end
+    )
+
+
+def _notice(request_id: str, verb: KvReady | Step) -> StageOutput:
+    if isinstance(verb, Step):
+        return StageOutput(request_id=request_id, progress=(verb.step, verb.total))
+    return StageOutput(request_id=request_id, kv_transfer_params={"kv_ready": True})
 
 
 def _last(request_id: str, verb: Finish | FinishSilently | Error) -> StageOutput:
     if isinstance(verb, Error):
         return StageOutput(request_id=request_id, error=verb.message)
-    token_ids = verb.token_ids if isinstance(verb, Finish) else ()
-    return StageOutput(request_id=request_id, token_ids=token_ids, text=_words(token_ids), finish_reason=verb.reason)
+    if isinstance(verb, FinishSilently):
+        return StageOutput(request_id=request_id, finish_reason=verb.reason)
+    return StageOutput(
+        request_id=request_id,
+        token_ids=verb.token_ids,
+        text=_words(verb.token_ids),
+        finish_reason=verb.reason,
+        kv_transfer_params=verb.kv,
+    )
+
+
+def _kv_of(request: StageRequest) -> Mapping[str, Any]:
+    return {"do_remote_prefill": True, "do_remote_decode": False, "remote_request_id": request.request_id}

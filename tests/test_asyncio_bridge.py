@@ -394,8 +394,8 @@ def test_input_in_pieces_has_to_be_asked_for():
             with pytest.raises(InvalidRequest, match="in pieces"):
                 await client.update(request("a"))
         async with opened(takes_updates=True, prepare=lambda e: setattr(e, "auto", False)) as (client, engine):
-            with pytest.raises(InvalidRequest, match="does not know"):
-                await client.update(request("a"))
+            await client.update(request("a"))  # may cross with a last output, so it is no error
+            assert engine.asked == []
             await client.submit(request("a", last=False))
             await client.update(request("a"))
             assert engine.asked == [("add", "a"), ("add", "a")]

@@ -391,7 +391,7 @@ class _Client:
     async def submit(self, request: StageRequest) -> None:
         if not request.last and not self._takes_updates:
             await trio.lowlevel.checkpoint()
-            raise InvalidRequest("the stage takes no input in pieces; set feed = "finish" in front of it")
+            raise InvalidRequest("the stage takes no input in pieces; set feed = 'finish' in front of it")
         self._check_health()
         converted = self._converted(request)
         self._known.add(request.request_id)  # before the submission: outputs may come before it returns
@@ -407,10 +407,11 @@ class _Client:
     async def update(self, request: StageRequest) -> None:
         if not self._takes_updates:
             await trio.lowlevel.checkpoint()
-            raise InvalidRequest("the stage takes no input in pieces; set feed = "finish" in front of it")
+            raise InvalidRequest("the stage takes no input in pieces; set feed = 'finish' in front of it")
         if request.request_id not in self._known:
+            # By contract no error: the stage may have ended the request early, its last output crossing with this.
             await trio.lowlevel.checkpoint()
-            raise InvalidRequest("the stage does not know this request, or is done with it")
+            return
         await self._add(self._converted(request))
 
     def _converted(self, request: StageRequest) -> Any:

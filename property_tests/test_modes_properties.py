@@ -323,28 +323,27 @@ class Run:
 
     async def main(self) -> None:
         pipeline, self.sims = build(self.plan)
-        try:
-            async with trio.open_nursery() as callers:
-                try:
-                    async with simulated(
-                        pipeline, *self.sims, on_engine_death=self.plan.policy, instruments=[self.instrument]
-                    ) as runtime:
-                        self.runtime = runtime
-                        async with trio.open_nursery() as aborters:
-                            for index, caller in enumerate(self.plan.callers):
-                                callers.start_soon(self.caller, runtime, index)
-                                if caller.act == "abort":
-                                    aborters.start_soon(self.aborter, runtime, index, caller.when)
-                            if self.plan.end < math.inf:
-                                await trio.sleep(self.plan.end)
-                                aborters.cancel_scope.cancel()
-                            else:
-                                await trio.sleep(3 * DEADLINE)
-                                assert_empty(runtime)
-                except EngineDied as error:
-                    self.death = error
-        finally:
-            self.over = trio.current_time()
+        async with trio.open_nursery() as callers:
+            try:
+                async with simulated(
+                    pipeline, *self.sims, on_engine_death=self.plan.policy, instruments=[self.instrument]
+                ) as runtime:
+                    self.runtime = runtime
+                    async with trio.open_nursery() as aborters:
+                        for index, caller in enumerate(self.plan.callers):
+                            callers.start_soon(self.caller, runtime, index)
+                            if caller.act == "abort":
+                                aborters.start_soon(self.aborter, runtime, index, caller.when)
+                        if self.plan.end < math.inf:
+                            await trio.sleep(self.plan.end)
+                            aborters.cancel_scope.cancel()
+                        else:
+                            await trio.sleep(3 * DEADLINE)
+                            assert_empty(runtime)
+            except EngineDied as error:
+                self.death = error
+            finally:
+                self.over = trio.current_time()
 
 
 def produced(script: Script) -> list[int]:

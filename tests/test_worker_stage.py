@@ -88,7 +88,7 @@ def test_pieces_stream_in_and_replies_stream_out(zygote):
         pipeline = Pipeline(
             [
                 StageSpec(name="source", kind="simulated", options={"tokens": 5, "token_time": 0.01}),
-                worker("Pieces", stream=True, modality="tokens"),
+                worker("Pieces", feed="output", modality="tokens"),
             ]
         )
         async with open_runtime(pipeline, zygote=zygote) as runtime:
@@ -114,7 +114,7 @@ def test_a_worker_may_end_a_request_before_its_input_is_complete(zygote):
                     options={"tokens": 20, "token_time": 0.01},
                     final_output=True,
                 ),
-                worker("Pieces", stream=True, modality="tokens"),
+                worker("Pieces", feed="output", modality="tokens"),
             ]
         )
         async with open_runtime(pipeline, zygote=zygote) as runtime:
@@ -420,6 +420,19 @@ def test_a_module_that_is_not_there(zygote):
         with pytest.raises(StartupFailed, match="no_such_module"):
             async with open_runtime(Pipeline([spec]), zygote=zygote):
                 pytest.fail("it must not open")
+
+    run(main)
+
+
+def test_a_module_in_one_of_the_stages_folders(zygote, tmp_path):
+    (tmp_path / "only_here.py").write_text("def answer(item):\n    return 'found'\n", encoding="utf-8")
+
+    async def main():
+        spec = StageSpec(
+            name="worker", kind="worker", target="only_here:answer", path=(str(tmp_path),), modality="text"
+        )
+        async with open_runtime(Pipeline([spec]), zygote=zygote) as runtime:
+            assert (await runtime.generate("x")).text == "found"
 
     run(main)
 

@@ -9,7 +9,7 @@ import time
 
 import numpy as np
 
-from omni_trio.worker import Reply, Worker
+from omni_trio.worker import DiffusionWorker, Reply, Worker
 
 
 def slow_echo(item):
@@ -134,3 +134,95 @@ def double(item):
 
 def environment(item):
     return " ".join(os.environ.get(name, "-") for name in ("SPEED", "CUDA_VISIBLE_DEVICES"))
+
+
+def pieces_of(item):
+    """Says what it was called with, and at which point of a session."""
+    return f"{item.input.text}{'$' if item.segment_end else ''}{'.' if item.last else ''}"
+
+
+class Denoiser(DiffusionWorker):
+    """Noise from the seed that decays towards the prompt's length; keeps count of what its steps were done for.
+
+    The texts ``bad prepare``, ``bad step`` (its third), ``bad finish``, ``kill`` and ``nothing`` do as they say.
+    """
+
+    max_batch_size = 4
+    default_steps = 3
+
+    def __init__(self, *, max_batch_size=4, step_time=0.0):
+        super().__init__()
+        self.max_batch_size = max_batch_size
+        self._step_time = step_time
+        self._runs = []
+
+    def prepare(self, sample):
+        if sample.input.text == "bad prepare":
+            raise ValueError("the prompt can not be encoded")
+        return np.random.default_rng(sample.seed).standard_normal((3, 4))
+
+    def step(self, samples):
+        together = [sample.item.request_id for sample in samples]
+        if self._runs and self._runs[-1][0] == together:
+            self._runs[-1][1] += 1
+        else:
+            self._runs.append([together, 1])
+        time.sleep(self._step_time)
+        states = []
+        for sample in samples:
+            if sample.input.text == "bad step" and sample.step == 2:
+                raise ValueError("the noise is too loud")
+            states.append(0.5 * sample.state + len(sample.input.text or ""))
+        return states
+
+    def finish(self, sample):
+        if sample.input.text == "bad finish":
+            raise ValueError("the image can not be decoded")
+        if sample.input.text == "nothing":
+            return None
+        return {
+            "image": sample.state,
+            "text": sample.input.text,
+            "seed": sample.seed,
+            "steps": sample.step,
+            "params": dict(sample.params),
+            "kv_senders": dict(sample.item.kv_senders),
+        }
+
+    def runs(self):
+        """The requests of successive steps, and how many steps were done for just these."""
+        return self._runs
+
+
+class Counted(Worker):
+    """Joins, and counts each item up to its text's number."""
+
+    max_batch_size = 3
+    joins = True
+
+    def process(self, batch):
+        while batch:
+            for item in tuple(batch):
+                if any(item is one for one in batch):
+                    count = item.state["count"] = item.state.get("count", 0) + 1
+                    size = len(batch)
+                    yield item, Reply(data={"size": size}, done=count >= int(item.input.text))
+
+
+def texts_of_batch(item):
+    return {"texts": [one.text for one in item.input.batch], "image": item.input.batch[-1].data["image"]}
+
+
+class DoneThenFails(Worker):
+    """Waits for a second request, is done with the first one, and fails."""
+
+    max_batch_size = 2
+    joins = True
+
+    def process(self, batch):
+        if batch[0].empty:
+            return
+        while len(batch) < 2:
+            yield batch[0], Reply(progress=(0, 1))
+        yield batch[0], Reply(text="well", done=True)
+        raise ValueError("too late for the first")

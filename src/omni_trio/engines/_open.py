@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from omni_trio.pipeline import Pipeline
 from omni_trio.stages import ClientFactory
@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from .process import Launcher, Zygote
 
 __all__ = ["open_clients"]
+
+_ENGINES: Final = {"llm": "vllm", "pooling": "vllm", "worker": "worker", "diffusion": "worker"}
+"""What runs the kinds of stages that need processes."""
 
 
 @asynccontextmanager
@@ -41,10 +44,12 @@ async def open_clients(
     from .process import open_launcher  # noqa: PLC0415 - a pipeline without processes needs none of it
     from .vllm import PRELOAD  # noqa: PLC0415 - see above
 
-    needs_vllm = zygote is None and any(stage.kind in ("llm", "pooling") for stage in rest)
+    needs_vllm = zygote is None and any(_ENGINES[stage.kind] == "vllm" for stage in rest)
     preload = PRELOAD if needs_vllm else ()
     async with open_launcher(zygote=zygote, preload=preload, close_timeout=close_timeout) as launcher:
-        yield own | {stage.name: _with_process(stage.kind, launcher) for stage in rest}
+        # One factory per engine, since its replicas share what it holds, across stages too.
+        factories = {engine: _with_process(engine, launcher) for engine in {_ENGINES[stage.kind] for stage in rest}}
+        yield own | {stage.name: factories[_ENGINES[stage.kind]] for stage in rest}
 
 
 def _without_process(pipeline: Pipeline, given: Mapping[str, ClientFactory]) -> Iterator[tuple[str, ClientFactory]]:
@@ -55,8 +60,8 @@ def _without_process(pipeline: Pipeline, given: Mapping[str, ClientFactory]) -> 
             yield stage.name, SimStage.from_options(stage.options, stage=stage.name)
 
 
-def _with_process(kind: str, launcher: Launcher) -> ClientFactory:
-    if kind == "worker":
+def _with_process(engine: str, launcher: Launcher) -> ClientFactory:
+    if engine == "worker":
         from .worker import worker_client_factory  # noqa: PLC0415 - see above
 
         return worker_client_factory(launcher)

@@ -8,22 +8,22 @@ in the midst of `Worker.process`.
 from __future__ import annotations
 
 import heapq
-import importlib
 import itertools
 import sys
 import traceback
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final, NamedTuple
 
 import msgspec
 import zmq
 
 from omni_trio.engines.codec import CodecError, decode, encode
-from omni_trio.merging import merge_data
-from omni_trio.messages import StageInput, StageOutput
-from omni_trio.worker import Reply, Worker, WorkItem
+from omni_trio.messages import StageOutput
+from omni_trio.worker import DiffusionWorker, Reply, Worker, WorkItem
+from omni_trio.worker._base import in_words
 
+from ._target import make_worker
 from ._wire import (
     Abort,
     Add,
@@ -47,57 +47,8 @@ __all__ = ["main"]
 _LINGER_MS: Final = 2000
 """Milliseconds that the last messages may take to leave after an orderly end."""
 
-_NOT_CALLABLE: Final = frozenset(("process", "close"))
-"""Methods of a worker that are the framework's to call."""
-
-
-class _Target(Worker):
-    """A worker made of any other callable."""
-
-    def __init__(self, function: Any, options: Mapping[str, Any]) -> None:
-        super().__init__()
-        self._function = function
-        self._options = options
-
-    def process(self, batch: Sequence[WorkItem]) -> Iterator[tuple[WorkItem, Reply]]:
-        for item in batch:
-            pieces: list[StageInput] = item.state.setdefault("pieces", [])
-            pieces.append(item.input)
-            if item.last:
-                whole = WorkItem(
-                    request_id=item.request_id,
-                    input=_merge_inputs(pieces),
-                    last=True,
-                    params=item.params,
-                    state={},
-                )
-                yield item, _as_reply(self._function(whole, **self._options))
-
-
-def _merge_inputs(pieces: Sequence[StageInput]) -> StageInput:
-    if len(pieces) == 1:
-        return pieces[0]
-    embeds = [{"embeds": piece.embeds} for piece in pieces if piece.embeds is not None]
-    token_ids = [piece.token_ids for piece in pieces if piece.token_ids is not None]
-    texts = [piece.text for piece in pieces if piece.text is not None]
-    messages = [piece.messages for piece in pieces if piece.messages is not None]
-    return StageInput(
-        text="".join(texts) if texts else None,
-        token_ids=tuple(itertools.chain.from_iterable(token_ids)) if token_ids else None,
-        messages=tuple(itertools.chain.from_iterable(messages)) if messages else None,
-        embeds=merge_data(embeds).get("embeds"),
-        data=merge_data(piece.data for piece in pieces),
-    )
-
-
-def _as_reply(value: Any) -> Reply:
-    if isinstance(value, Reply):
-        return value
-    if isinstance(value, str):
-        return Reply(text=value)
-    if isinstance(value, Mapping):
-        return Reply(data=value)
-    raise TypeError(f"the target returned a {type(value).__name__}; it must be a mapping, a string or a Reply")
+_BASES: Final[tuple[type[Worker], ...]] = (Worker, DiffusionWorker)
+"""Classes whose own methods are the framework's to call."""
 
 
 class _Request:
@@ -108,8 +59,34 @@ class _Request:
         self.priority = priority
         self.params = params
         self.state: dict[str, Any] = {}
-        self.pieces: deque[tuple[StageInput, bool]] = deque()
+        self.items: deque[WorkItem] = deque()
+        self.count = 0
+        """Items that have come."""
         self.queued = False
+
+    def take(self, message: Add, given: AddValue) -> None:
+        item = WorkItem(
+            request_id=self.request_id,
+            input=given.input,
+            last=message.last,
+            params=self.params,
+            state=self.state,
+            number=self.count,
+            segment_end=message.segment_end,
+            kv_senders=given.kv_senders,
+        )
+        self.count += 1
+        self.items.append(item)
+
+
+class _Failure(NamedTuple):
+    """What came of a batch whose `Worker.process` raised."""
+
+    error: Exception
+    yielded: bool
+    """Whether there had been a reply by then."""
+    items: list[WorkItem]
+    """Those that were not done by then."""
 
 
 class _Stop(BaseException):
@@ -134,7 +111,7 @@ class _Loop:
                 self._hear(wait=not (self._queue or self._calls))
                 while self._calls:
                     self._call(*self._calls.popleft())
-                if batch := self._next_batch():
+                if batch := self._next_items(self._size):
                     self._process(batch)
         except _Stop:
             self._worker.close()
@@ -181,17 +158,18 @@ class _Loop:
             return
         if request is None:
             request = self._requests[request_id] = _Request(request_id, message.priority, given.params)
-        request.pieces.append((given.input, message.last))
+        request.take(message, given)
         self._enqueue(request)
 
     def _enqueue(self, request: _Request) -> None:
-        if request.pieces and not request.queued and request.request_id not in self._batch:
+        if request.items and not request.queued and request.request_id not in self._batch:
             request.queued = True
             heapq.heappush(self._queue, (request.priority, next(self._turns), request))
 
     def _call(self, message: Call, value: Sequence[Any]) -> None:
         name = message.method
-        method = None if name.startswith("_") or name in _NOT_CALLABLE else getattr(self._worker, name, None)
+        internal = any(name in vars(base) for base in _BASES if isinstance(self._worker, base))
+        method = None if name.startswith("_") or internal else getattr(self._worker, name, None)
         if not callable(method):
             self._answer(message.call_id, error=f"the worker has no method {name!r} to call")
             return
@@ -200,7 +178,7 @@ class _Loop:
             result = encode(method(*given.args, **given.kwargs))
         except Exception as error:  # the method's error is the caller's answer
             traceback.print_exc()
-            self._answer(message.call_id, error=_in_words(error))
+            self._answer(message.call_id, error=in_words(error))
         else:
             self._answer(message.call_id, result)
 
@@ -232,47 +210,38 @@ class _Loop:
 
     # -- batches
 
-    def _next_batch(self) -> list[WorkItem]:
-        batch: list[WorkItem] = []
-        while self._queue and len(batch) < max(1, self._worker.max_batch_size):
+    @property
+    def _size(self) -> int:
+        return max(1, self._worker.max_batch_size)
+
+    def _next_items(self, limit: int) -> list[WorkItem]:
+        items: list[WorkItem] = []
+        while self._queue and len(items) < limit:
             _, _, request = heapq.heappop(self._queue)
             request.queued = False
-            if self._requests.get(request.request_id) is not request:
-                continue  # aborted while it waited
-            given, last = request.pieces.popleft()
-            batch.append(
-                WorkItem(
-                    request_id=request.request_id,
-                    input=given,
-                    last=last,
-                    params=request.params,
-                    state=request.state,
-                )
-            )
-        return batch
+            if self._requests.get(request.request_id) is request:  # not aborted while it waited
+                items.append(request.items.popleft())
+        return items
 
-    def _process(self, batch: Sequence[WorkItem]) -> None:
-        requests = [self._requests[item.request_id] for item in batch]
+    def _process(self, batch: list[WorkItem]) -> None:
         states = [dict(item.state) for item in batch]
-        error, yielded = self._go_through(batch)
-        if error is not None:
-            if len(batch) == 1 or yielded:
-                self._blame(batch, error)
-            else:
-                for item, request, state in zip(batch, requests, states, strict=True):
-                    if self._requests.get(item.request_id) is not request:
-                        continue  # aborted meanwhile
-                    item.state.clear()
-                    item.state.update(state)
-                    error, _ = self._go_through([item])
-                    if error is not None:
-                        self._blame([item], error)
-        for request in requests:
-            if self._requests.get(request.request_id) is request:
-                self._enqueue(request)
+        single = len(batch) == 1
+        failure = self._go_through(batch)
+        if failure is None:
+            return
+        if single or failure.yielded:
+            self._blame(failure)
+            return
+        for item, state in zip(failure.items, states, strict=True):
+            if item.request_id not in self._requests:
+                continue  # aborted meanwhile
+            item.state.clear()
+            item.state.update(state)
+            if (failure := self._go_through([item])) is not None:
+                self._blame(failure)
 
-    def _go_through(self, batch: Sequence[WorkItem]) -> tuple[Exception | None, bool]:
-        """Run `Worker.process`; return what it raised, and whether it had replied by then."""
+    def _go_through(self, batch: list[WorkItem]) -> _Failure | None:
+        """Run `Worker.process`, and see every item of the batch to its end."""
         self._batch = {item.request_id: item for item in batch}
         yielded = False
         try:
@@ -287,62 +256,78 @@ class _Loop:
                     self._hear()
                     if all(item.aborted for item in batch):
                         break
+                    if self._worker.joins:
+                        self._renew(batch)
             finally:
                 if (close := getattr(iterator, "close", None)) is not None:
                     close()
-            for item in batch:
-                if item.last and item.request_id in self._batch:
-                    self._output(StageOutput(request_id=item.request_id, finish_reason="stop"))
+            for item in list(self._batch.values()):
+                self._tell(item, Reply(done=True))
         except Exception as error:
             traceback.print_exc()
-            return error, yielded
+            return _Failure(error, yielded, list(self._batch.values()))
         else:
-            return None, yielded
+            return None
         finally:
             self._batch = {}
 
-    def _reply(self, item: WorkItem, reply: Any, batch: Sequence[WorkItem]) -> None:
-        if not any(item is one for one in batch) or not isinstance(reply, Reply):
+    def _renew(self, batch: list[WorkItem]) -> None:
+        """Take out of a living batch who has left it, and let those join who wait."""
+        batch[:] = [item for item in batch if self._batch.get(item.request_id) is item]
+        if self._calls:
+            # They are made between two batches, so there has to be an end to this one.
+            return
+        for item in self._next_items(self._size - len(batch)):
+            batch.append(item)
+            self._batch[item.request_id] = item
+
+    def _reply(self, item: Any, reply: Any, batch: Sequence[WorkItem]) -> None:
+        if not isinstance(item, WorkItem) or not isinstance(reply, Reply):
             raise TypeError("process() must yield pairs of an item of its batch and a Reply")
         if item.aborted:
             return
+        if not any(item is one for one in batch):
+            raise TypeError("process() must yield pairs of an item of its batch and a Reply")
         if item.request_id not in self._batch:
-            raise RuntimeError(f"process() replied to {item.request_id!r} after it had ended the request")
+            raise RuntimeError(f"process() replied to {item.request_id!r} after it had said that it was done with it")
+        self._tell(item, reply)
+
+    def _tell(self, item: WorkItem, reply: Reply) -> None:
+        """Send a reply, and let the item go if that is its last."""
         finish = "error" if reply.error is not None else reply.finish_reason
-        try:
-            self._output(
-                StageOutput(
-                    request_id=item.request_id,
-                    token_ids=reply.token_ids,
-                    text=reply.text,
-                    data=reply.data or None,
-                    finish_reason=finish,
-                    error=reply.error,
-                )
-            )
-        except CodecError as error:
-            self._fail(item.request_id, f"the worker's reply can not be sent: {error}")
+        if reply.done and item.last:
+            finish = finish or "stop"
+        segment_end = reply.done and item.segment_end and finish is None
+        output = StageOutput(
+            request_id=item.request_id,
+            token_ids=reply.token_ids,
+            text=reply.text,
+            data=reply.data or None,
+            progress=reply.progress,
+            segment_end=segment_end,
+            finish_reason=finish,
+            error=reply.error,
+        )
+        silent = reply.done and not (finish or segment_end or _says_something(reply))
+        request = self._requests[item.request_id]
+        if reply.done:
+            del self._batch[item.request_id]
+        if not silent:
+            try:
+                self._output(output)
+            except CodecError as error:
+                self._fail(item.request_id, f"the worker's reply can not be sent: {error}")
+        if self._requests.get(item.request_id) is request:
+            self._enqueue(request)
 
-    def _blame(self, batch: Sequence[WorkItem], error: Exception) -> None:
-        for item in batch:
+    def _blame(self, failure: _Failure) -> None:
+        for item in failure.items:
             if item.request_id in self._requests and not item.aborted:
-                self._fail(item.request_id, _in_words(error))
+                self._fail(item.request_id, in_words(failure.error))
 
 
-def _in_words(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-
-
-def _make_worker(target: str, options: Mapping[str, Any]) -> Worker:
-    module_name, _, path = target.partition(":")
-    made: Any = importlib.import_module(module_name)
-    for name in path.split("."):
-        made = getattr(made, name)
-    if isinstance(made, type) and issubclass(made, Worker):
-        return made(**options)
-    if not callable(made):
-        raise TypeError(f"{target!r} is neither a Worker subclass nor callable")
-    return _Target(made, options)
+def _says_something(reply: Reply) -> bool:
+    return bool(reply.data or reply.text or len(reply.token_ids) or reply.progress)
 
 
 def main(address: str, target: str, options: dict[str, Any], path: Sequence[str] = ()) -> None:
@@ -363,11 +348,11 @@ def main(address: str, target: str, options: dict[str, Any], path: Sequence[str]
     try:
         socket.send(envelope(Started()))
         try:
-            worker = _make_worker(target, options)
+            worker = make_worker(target, options)
         except BaseException as error:
             traceback.print_exc()
             sys.stderr.flush()
-            socket.send(envelope(StartFailed(message=_in_words(error))))
+            socket.send(envelope(StartFailed(message=in_words(error))))
             # Until killed: an exit would race with the message.
             socket.recv()
             raise

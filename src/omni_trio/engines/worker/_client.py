@@ -7,8 +7,7 @@ import itertools
 import signal
 from collections import deque
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
-from types import MappingProxyType
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import Any, Final, final
 
 import attrs
@@ -17,12 +16,14 @@ import trio
 import zmq
 
 from omni_trio.engines.codec import CodecError, decode, encode
+from omni_trio.engines.probe import Probe
 from omni_trio.engines.process import ChildProcess, Launcher, LaunchFailed, describe_exit, open_service_nursery
-from omni_trio.engines.zmq_trio import ZmqFrames, ZmqSocket, open_zmq_context
-from omni_trio.errors import EngineDied, InvalidRequest, StageFailed, StartupFailed
+from omni_trio.engines.zmq_trio import SharedZmqContext, ZmqFrames, ZmqSocket
+from omni_trio.errors import ConfigError, EngineDied, InvalidRequest, StageFailed, StartupFailed
 from omni_trio.messages import StageOutput, StageRequest
 from omni_trio.stages import ClientFactory, ClientStatistics, ReplicaContext
 
+from ._params import find_fault, merge_params
 from ._wire import (
     Abort,
     Add,
@@ -41,7 +42,7 @@ from ._wire import (
     envelope,
 )
 
-__all__ = ["WorkerClient", "open_worker_client", "worker_client_factory"]
+__all__ = ["WorkerClient", "worker_client_factory"]
 
 _ENTRY: Final = "omni_trio.engines.worker._child:main"
 
@@ -95,33 +96,16 @@ class WorkerClient:
         """Set while `receive` has something to return or to raise."""
         self._running = 0
         self._waiting = 0
-        self._heard = trio.Event()
-        """Set, and replaced, at each message of the worker's."""
-        self._last_heard = 0.0
-        self._work = trio.Event()
-        """Set while the worker owes us something."""
-        self._rest = trio.Event()
-        """Set while it does not."""
-        self._rest.set()
+        self._probe = Probe(context.stage.probe_interval, context.stage.probe_timeout)
 
     # -- the protocol
 
     def resolve_params(self, params: Any) -> Mapping[str, Any]:
-        """Merge a caller's mapping over the stage's `sampling`."""
-        if params is None:
-            params = {}
-        if not isinstance(params, Mapping):
-            raise self._invalid(
-                f"a stage of kind 'worker' takes its parameters as a mapping, not as {type(params).__name__}"
-            )
-        if not all(isinstance(key, str) for key in params):
-            raise self._invalid("the names of a worker stage's parameters must be strings")
-        merged = {**self._context.stage.sampling, **params}
+        """Merge a caller's mapping over the stage's `sampling`, and check the words that have a meaning."""
         try:
-            encode(merged)
-        except CodecError as error:
-            raise self._invalid(f"the parameters can not be sent to the worker: {error}") from error
-        return MappingProxyType(merged)
+            return merge_params(self._context.stage, params)
+        except ValueError as error:
+            raise self._invalid(str(error)) from error
 
     async def submit(self, request: StageRequest) -> None:
         """Send a new request to the worker."""
@@ -224,11 +208,21 @@ class WorkerClient:
     # -- talking
 
     def _add(self, request: StageRequest, *, first: bool) -> None:
+        if (fault := find_fault(self._context.stage, request.input)) is not None:
+            raise self._invalid(fault, request.request_id)
+        # An update's are not looked at: a request keeps those that it came with.
+        params = self.resolve_params(request.params) if first and request.params is None else request.params or {}
         try:
-            value = encode(AddValue(input=request.input, params=dict(request.params or {})))
+            value = encode(AddValue(input=request.input, params=params, kv_senders=request.kv_senders))
         except CodecError as error:
             raise self._invalid(f"the input can not be sent to the worker: {error}", request.request_id) from error
-        message = Add(request_id=request.request_id, first=first, last=request.last, priority=request.priority)
+        message = Add(
+            request_id=request.request_id,
+            first=first,
+            last=request.last,
+            segment_end=request.segment_end,
+            priority=request.priority,
+        )
         self._send(message, value)
 
     def _send(self, message: ToWorker, value: Sequence[Any] = ()) -> None:
@@ -253,14 +247,7 @@ class WorkerClient:
 
     def _note_work(self) -> None:
         """Tell the probe whether the worker owes us anything."""
-        owes = bool(self._live or self._calls)
-        if owes and not self._work.is_set():
-            self._last_heard = trio.current_time()
-            self._work.set()
-            self._rest = trio.Event()
-        elif not owes and not self._rest.is_set():
-            self._rest.set()
-            self._work = trio.Event()
+        self._probe.work(busy=bool(self._live or self._calls))
 
     def _note_inbox(self) -> None:
         filled = bool(self._inbox or self._death)
@@ -276,9 +263,7 @@ class WorkerClient:
         while True:
             for frames in await self._socket.receive_batch():
                 self._take(frames)
-            heard, self._heard = self._heard, trio.Event()
-            heard.set()
-            self._last_heard = trio.current_time()
+            self._probe.hear()
             self._note_inbox()
             self._note_work()
 
@@ -320,29 +305,22 @@ class WorkerClient:
 
     async def probe(self) -> None:
         """Notice a process that lives and does not answer. Run by one task, which sleeps while there is no work."""
-        interval, patience = self._context.stage.probe_interval, self._context.stage.probe_timeout
-        while not self._death:
-            await self._work.wait()
-            due = self._last_heard + interval
-            if trio.current_time() < due:
-                with trio.move_on_at(due):
-                    await self._rest.wait()
-                continue
-            heard = self._heard
-            self._send(Ping(call_id=0))
-            with trio.move_on_after(patience) as waited:
-                await heard.wait()
-            if waited.cancelled_caught:
-                self._verdict = (
-                    f"the worker process no longer answers: nothing has come from it for {interval + patience:g} s "
-                    "while it has work; it was killed. A computation that takes longer must yield in between, or "
-                    "needs a longer probe_timeout"
-                )
-                self._child.signal(signal.SIGKILL)
-                # `watch` tells it, with the exit code; unless the kernel does not get rid of the process.
-                with trio.move_on_after(_LAST_WORDS):
-                    await self._child.wait()
-                self._die(self._verdict)
+        await self._probe.until_mute(self._ping)
+        self._verdict = (
+            f"the worker process no longer answers: nothing has come from it for {self._probe.patience:g} s "
+            "while it has work; it was killed. A computation that takes longer must yield in between, or "
+            "needs a longer probe_timeout"
+        )
+        self._child.signal(signal.SIGKILL)
+        # `watch` tells it, with the exit code; unless the kernel does not get rid of the process.
+        with trio.move_on_after(_LAST_WORDS):
+            await self._child.wait()
+        self._die(self._verdict)
+
+    async def _ping(self) -> None:
+        call_id = next(self._call_ids)
+        with suppress(EngineDied):  # which others are told
+            await self._ask(Ping(call_id=call_id), call_id)
 
     def _die(self, what: str) -> None:
         if self._death:
@@ -352,6 +330,7 @@ class WorkerClient:
         self._live.clear()
         for call in self._calls.values():
             call.answered.set()
+        self._probe.work(busy=False)
         self._note_inbox()
 
     # -- start and end
@@ -387,22 +366,38 @@ class WorkerClient:
             await self._child.stop(terminate_after=polite, kill_after=polite)
 
 
-@asynccontextmanager
-async def open_worker_client(launcher: Launcher, context: ReplicaContext) -> AsyncIterator[WorkerClient]:
-    """Start one replica's worker process and open its client.
+def worker_client_factory(launcher: Launcher) -> ClientFactory:
+    """Return what opens the replicas of worker and diffusion stages, each in a process of its own.
 
-    Raises:
-        StartupFailed: the process did not start, the target did not load, or it took too long.
+    Args:
+        launcher: starts the processes, and owns the directory of their sockets. It must stay open longer than
+            every client.
+
+    Returns:
+        A factory. Entering what it returns raises `StartupFailed`: the stage's own parameters can not be used, the
+        process did not start, the target did not load, or it took too long.
     """
+    return functools.partial(_open, launcher, SharedZmqContext())
+
+
+@asynccontextmanager
+async def _open(
+    launcher: Launcher, zmq_shared: SharedZmqContext, context: ReplicaContext
+) -> AsyncIterator[WorkerClient]:
     stage = context.stage
     place: dict[str, Any] = {"stage": stage.name, "stage_id": context.stage_id, "replica_id": context.replica_id}
+    try:
+        merge_params(stage, None)
+    except ValueError as error:
+        wrong = ConfigError(str(error), key=f"stages.{stage.name}.sampling")
+        raise StartupFailed(str(wrong), phase="config", **place) from wrong
     address = f"ipc://{launcher.directory}/w{next(_numbers)}"
     env = dict(stage.env)
     if devices := stage.device_group(context.replica_id):
         env["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
-    kwargs = {"address": address, "target": stage.target, "options": stage.options}
+    kwargs = {"address": address, "target": stage.target, "options": stage.options, "path": list(stage.path)}
     deadline = trio.current_time() + stage.start_timeout
-    async with open_zmq_context() as zmq_context, AsyncExitStack() as stack:
+    async with zmq_shared.open() as zmq_context, AsyncExitStack() as stack:
         sock = stack.enter_context(ZmqSocket(zmq_context, zmq.DEALER, bind=address))
         context.report("spawn")
         try:
@@ -432,8 +427,3 @@ async def open_worker_client(launcher: Launcher, context: ReplicaContext) -> Asy
             yield client
         finally:
             await client.end()
-
-
-def worker_client_factory(launcher: Launcher) -> ClientFactory:
-    """Return what opens the replicas of worker stages, each in a process of its own, by this launcher."""
-    return functools.partial(open_worker_client, launcher)

@@ -6,6 +6,7 @@ codec makes it. They are apart so that a value that can not be decoded still has
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -37,6 +38,7 @@ class Add(msgspec.Struct, frozen=True, kw_only=True, tag="add"):
     request_id: str
     first: bool
     last: bool
+    segment_end: bool
     priority: int
 
 
@@ -44,7 +46,8 @@ class AddValue(msgspec.Struct, frozen=True, kw_only=True):
     """The value after an `Add`."""
 
     input: StageInput
-    params: dict[str, Any]
+    params: Mapping[str, Any]
+    kv_senders: Mapping[str, Mapping[str, Any]]
 
 
 class Abort(msgspec.Struct, frozen=True, kw_only=True, tag="abort"):

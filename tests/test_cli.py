@@ -1,72 +1,29 @@
-"""The command line, with simulated engines: what it prints, which files it leaves, how it ends."""
+"""The command line, with simulated engines: what it prints, how it ends, what it takes for a prompt."""
 
 from __future__ import annotations
 
 import json
-import os
-import pty
-import signal
-import struct
-import subprocess
-import sys
+import math
 import textwrap
 import wave
-import zlib
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
 
-from omni_trio import open_runtime
-from omni_trio.cli import _run, main
+from cli_support import PIPELINE, enter, lines, omni, scripted
+from omni_trio.cli import _run
 from omni_trio.cli._prompts import BadLine, parse_params, read_jobs
-from omni_trio.cli._save import describe, png_bytes, sample_rate, save, to_json
 from omni_trio.config import load_pipeline
+from omni_trio.errors import ConfigError
 from omni_trio.pipeline import Pipeline, StageSpec
-from omni_trio.runtime import StageResult
+from omni_trio.runtime._admission import split_params
 from omni_trio.testing.script import Chunk, Die, Error, Finish, Stall, Wait
 from omni_trio.testing.simulated import SimStage
-
-PIPELINE = """
-name = "sim"
-[[stages]]
-name = "thinker"
-kind = "simulated"
-options = { tokens = 3 }
-[[stages]]
-name = "talker"
-kind = "simulated"
-bridge = "tokens"
-options = { tokens = 4 }
-"""
 
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    (tmp_path / "sim.toml").write_text(PIPELINE)
-    return tmp_path
-
-
-def omni(*arguments, input=None):  # noqa: A002 - as CliRunner calls it
-    result = CliRunner().invoke(main, [str(argument) for argument in arguments], input=input)
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result
-
-
-def scripted(monkeypatch, **stages):
-    """Let the command open a runtime whose stages do as the scripts say."""
-
-    def open_scripted(pipeline, **options):
-        return open_runtime(pipeline, clients=stages, **options)
-
-    monkeypatch.setattr(_run, "open_runtime", open_scripted)
-
-
-def lines(text):
-    return [json.loads(line) for line in text.splitlines()]
+    return enter(tmp_path, monkeypatch)
 
 
 # check
@@ -107,7 +64,9 @@ stages:
 
 
 def test_check_shows_the_modes(folder):
-    (folder / "guidance.py").write_text("def expand(context): return ()\ndef length(prompt): return 1\n")
+    (folder / "guidance.py").write_text(
+        "def expand(context): return ()\ndef length(prompt): return 1\nclass Painter: pass\n"
+    )
     (folder / "modes.yaml").write_text(MODES)
     shown = omni("check", "modes.yaml").stdout
     for words in (
@@ -152,7 +111,8 @@ def test_check_prints_the_graph(folder):
     [
         ('bridge = "tokens"', 'bridge = "tokns"', "sim.toml:10: stages.talker.bridge: no built-in bridge"),
         ("kind =", "knd =", "sim.toml:5: stages.thinker.knd: there is no such key; did you mean 'kind'?"),
-        ("tokens = 4", "tokns = 4", "sim.toml: stages.talker.options.tokns: unknown option"),
+        ("tokens = 4", "tokns = 4", "sim.toml:11: stages.talker.options.tokns: unknown option"),
+        ("tokens = 4", "tokens = -3", "sim.toml:11: stages.talker.options.tokens: expected a whole number from 1 up"),
         ("name", "[[", "sim.toml:2: this is not valid TOML"),
     ],
 )
@@ -163,6 +123,39 @@ def test_a_wrong_file_ends_with_2(folder, command, old, new, words):
     assert result.exit_code == 2
     assert result.stderr.startswith(words)
     assert result.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("key", "values"),
+    [
+        ("tokens", [0, -3, 2.5, math.nan, True, "3"]),
+        ("capacity", [0, -1, math.inf]),
+        ("max_prompt_tokens", [0, 1.5]),
+        ("token_time", [-1, math.nan, "1", False]),
+        ("close_time", [-0.5]),
+        ("start_error", [3, True]),
+    ],
+)
+def test_options_of_simulated_stages_have_bounds(key, values):
+    for value in values:
+        with pytest.raises(ConfigError) as caught:
+            SimStage.from_options({key: value}, stage="a")
+        assert caught.value.key == f"stages.a.options.{key}"
+        assert caught.value.message.startswith("expected a ")
+        assert caught.value.message.endswith(f", not {value!r}")
+
+
+def test_a_simulated_stage_of_a_file_keeps_no_log():
+    stage = SimStage.from_options({"tokens": 3, "token_time": 0, "abort_time": math.inf, "start_error": ""}, stage="a")
+    assert (stage.tokens, stage.abort_time, stage.log) == (3, math.inf, None)
+
+
+def test_a_bridge_that_exits_is_an_error(folder):
+    (folder / "sim.toml").write_text(PIPELINE.replace('bridge = "tokens"', 'bridge = "leaves:own"'))
+    (folder / "leaves.py").write_text("import sys\nsys.exit(0)\n")
+    result = omni("check", "sim.toml")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "sim.toml:10: stages.talker.bridge: importing 'leaves' called sys.exit()" in result.stderr
 
 
 # run: one prompt
@@ -320,9 +313,44 @@ def test_no_more_than_concurrency_at_a_time(folder, monkeypatch):
 
 
 def test_an_empty_batch(folder):
-    result = omni("run", "sim.toml", "--input", "-", input="\n\n")
+    result = omni("run", "sim.toml", "--input", "-", "--timeline", "t.svg", input="\n\n")
     assert result.exit_code == 0
-    assert "0 of 0 prompts" in result.stderr
+    assert result.stderr == "0 of 0 prompts were served\n"
+    assert (folder / "t.svg").read_text().startswith("<svg ")
+
+
+def test_bad_lines_are_told_before_anything_starts(folder):
+    bad = '{"prompt": ""}\n{"prompt": "x", "sampling_params": {"talkr": {}}}\n'
+    result = omni("run", "sim.toml", "--input", "-", input=f'{{"prompt": "x"}}\n{bad}')
+    assert result.exit_code == 1
+    shown = result.stderr.splitlines()
+    assert shown[0] == "-:2: prompt: the prompt is empty"
+    assert shown[1].startswith("-:3: sampling_params: no stage is called 'talkr'; did you mean 'talker'?")
+    assert "thinker #0: ready" in shown
+    assert shown[-1] == "1 of 3 prompts were served"
+    nothing = omni("run", "sim.toml", "--input", "-", input=bad)
+    assert (nothing.exit_code, len(lines(nothing.stdout))) == (1, 2)
+    assert "ready" not in nothing.stderr
+
+
+def test_a_picture_that_can_not_be_written_after_all(folder):
+    result = omni("run", "-q", "sim.toml", "x", "--trace", "/dev/full", "--timeline", "t.svg")
+    assert (result.exit_code, result.stdout) == (1, "w3 w4 w5 w6 \n")
+    assert result.stderr == "can not write /dev/full: No space left on device\n"
+    assert (folder / "t.svg").exists()
+
+
+def test_the_look_at_a_pictures_file_leaves_it_as_it_is(folder):
+    (folder / "old.json").write_text("kept")
+    result = omni("run", "sim.toml", "", "--trace", "old.json", "--timeline", "new.svg")
+    assert result.exit_code == 2
+    _run._check_writable(folder / "old.json")
+    _run._check_writable(folder / "new.svg")
+    assert (folder / "old.json").read_text() == "kept"
+    assert not (folder / "new.svg").exists()
+    (folder / "link.svg").symlink_to("new.svg")
+    _run._check_writable(folder / "link.svg")
+    assert [path.name for path in folder.glob("*.svg")] == ["link.svg"]
 
 
 def test_a_death_in_a_batch(folder, monkeypatch):
@@ -344,8 +372,10 @@ def test_a_death_in_a_batch(folder, monkeypatch):
         (["x", "--param", "talker.=1"], "not of the form stage.key=value"),
         (["x", "--param", "tlker.a=1"], "did you mean 'talker'?"),
         (["--input", "none.jsonl"], "none.jsonl"),
-        (["x", "--trace", "no/such/folder.json"], "--trace: the folder"),
-        (["x", "--timeline", "no/such/folder.svg"], "--timeline: the folder"),
+        (["x", "--trace", "no/such/folder.json"], "--trace: can not write no/such/folder.json: No such file"),
+        (["x", "--trace", "."], "--trace: can not write .: Is a directory"),
+        (["x", "--timeline", "/proc/x.svg"], "--timeline: can not write /proc/x.svg: "),
+        ([""], "PROMPT: the prompt is empty"),
         (["x", "--out", "sim.toml"], "--out"),
     ],
 )
@@ -384,20 +414,62 @@ def test_a_lines_parameters_go_over_the_command_lines():
 
 
 @pytest.mark.parametrize(
+    ("given", "params"),
+    [
+        (None, {}),
+        ({"x": 1}, {"first": {"x": 1}}),
+        (
+            {"structured_outputs": {"choice": ["a"]}, "y": 1},
+            {"first": {"structured_outputs": {"choice": ["a"]}, "y": 1}},
+        ),
+        (
+            {"logit_bias": {"5": 1}, "extra_args": {"k": {}}},
+            {"first": {"logit_bias": {"5": 1}, "extra_args": {"k": {}}}},
+        ),
+        ({"second": {"x": 1}}, {"second": {"x": 1}}),
+        ([None, {"x": 1}], {"second": {"x": 1}}),
+    ],
+)
+def test_parameters_are_dealt_out_as_the_runtime_does(given, params):
+    names = ("first", "second")
+    pipeline = Pipeline([StageSpec(name=name, kind="simulated") for name in names])
+    (job,) = read_jobs(pipeline, [json.dumps({"prompt": "p", "sampling_params": given}).encode()], {})
+    assert job.params == params
+    dealt = split_params(job.params or None, pipeline)
+    assert dealt == {names.index(name): values for name, values in params.items()}
+    assert {stage: values for stage, values in split_params(given, pipeline).items() if values is not None} == dealt
+
+
+def test_a_slip_in_a_stages_name_is_named():
+    pipeline = Pipeline([StageSpec(name=name, kind="simulated") for name in ("thinker", "talker")])
+    ((_, error),) = read_jobs(pipeline, [b'{"prompt": "p", "sampling_params": {"talkr": {"max_tokens": 1}}}'], {})
+    assert "no stage is called 'talkr'; did you mean 'talker'?" in str(error)
+
+
+@pytest.mark.parametrize(
     ("line", "words"),
     [
         (b"[1]", "expected an object"),
         (b"{}", "prompt: expected a text or a list of token ids"),
-        (b'{"prompt": []}', "prompt: expected"),
-        (b'{"prompt": [true]}', "prompt: expected"),
-        (b'{"prompt": [1.0]}', "prompt: expected"),
+        (b'{"prompt": ""}', "prompt: the prompt is empty"),
+        (b'{"prompt": []}', "prompt: the prompt is empty"),
+        (b'{"prompt": [true]}', "prompt: a prompt of token ids holds whole numbers from 0 up, not True"),
+        (b'{"prompt": [1.0]}', "not 1.0"),
+        (b'{"prompt": [-1]}', "not -1"),
+        (b'{"prompt": {"text": "x"}}', "prompt: expected"),
         (b'{"prompt": 3}', "prompt: expected"),
         (b'{"prompt": "x", "deadline": 0}', "deadline: expected"),
         (b'{"prompt": "x", "deadline": true}', "deadline: expected"),
         (b'{"prompt": "x", "deadline": NaN}', "deadline: expected"),
         (b'{"prompt": "x", "request_id": ""}', "request_id: expected"),
         (b'{"prompt": "x", "request_id": 3}', "request_id: expected"),
-        (b'{"prompt": "x", "sampling_params": []}', "sampling_params: expected"),
+        (
+            b'{"prompt": "x", "sampling_params": []}',
+            "sampling_params as a list needs one entry per stage (2: a, b), not 0",
+        ),
+        (b'{"prompt": "x", "sampling_params": 3}', "sampling_params: expected an object for the stage 'a', not 3"),
+        (b'{"prompt": "x", "sampling_params": {"b": 3}}', "expected an object for the stage 'b', not 3"),
+        (b'{"prompt": "x", "sampling_params": {"b": {}, "c": {}}}', "no stage is called 'c'"),
         (b'{"prompt": "\xff"}', "not JSON"),
         (b"[" * 100_000, "not JSON"),
     ],
@@ -407,205 +479,6 @@ def test_bad_lines(line, words):
     assert number == 2
     assert isinstance(error, BadLine)
     assert words in str(error)
-
-
-# Files
-
-
-def result_of(modality, text="", token_ids=(), **data):
-    return StageResult(
-        stage="s",
-        modality=modality,
-        text=text,
-        token_ids=token_ids,
-        data=data,
-        finish_reason="stop",
-        stop_reason=None,
-        metrics=None,
-    )
-
-
-def read_wav(path):
-    with wave.open(str(path)) as file:
-        frames = np.frombuffer(file.readframes(file.getnframes()), "<i2").reshape(-1, file.getnchannels())
-        return frames, file.getframerate()
-
-
-@pytest.mark.parametrize(
-    ("audio", "frames"),
-    [
-        (np.array([0.0, 0.5, -1.0, 2.0, np.nan], np.float32), [[0], [16384], [-32767], [32767], [0]]),
-        (np.array([0, 1000, -32768], np.int16), [[0], [1000], [-32768]]),
-        (np.array([0, 100_000], np.int32), [[0], [32767]]),
-        (np.array([[0.0, 1.0, 0.0], [1.0, 0.0, 0.0]]), [[0, 32767], [32767, 0], [0, 0]]),
-        (np.array([[0, 1], [2, 3], [4, 5]], np.int16), [[0, 1], [2, 3], [4, 5]]),
-        ([0.0, 1.0], [[0], [32767]]),
-    ],
-)
-def test_audio(tmp_path, audio, frames):
-    (path,) = save(result_of("audio", audio=audio, sr=np.array([8000])), tmp_path, "a")
-    got, rate = read_wav(path)
-    assert rate == 8000
-    assert np.abs(got - np.array(frames)).max() <= 1
-
-
-def test_tensors_are_saved_without_being_asked_for_their_library(tmp_path):
-    torch = pytest.importorskip("torch")
-    (path,) = save(result_of("audio", audio=torch.ones(3, dtype=torch.bfloat16), sample_rate=4), tmp_path, "a")
-    assert read_wav(path)[0].tolist() == [[32767]] * 3
-    assert to_json(result_of("audio", audio=torch.ones(3)), [], tmp_path)["data"] == {
-        "audio": {"shape": [3], "dtype": "torch.float32"}
-    }
-
-
-def test_what_is_no_audio_file_is_saved_as_an_array(tmp_path):
-    for data in ({"audio": np.zeros(3)}, {"audio": np.zeros(0), "sr": 1}, {"audio": np.zeros((2, 2, 2)), "sr": 1}):
-        (path,) = save(result_of("audio", **data), tmp_path, "a")
-        assert path.name == "a.npy"
-        assert np.array_equal(np.load(path), data["audio"])
-
-
-def test_an_image_becomes_a_png(tmp_path):
-    image = np.arange(2 * 3 * 3, dtype=np.uint8).reshape(2, 3, 3)
-    (path,) = save(result_of("image", image=image), tmp_path, "i")
-    assert path.name == "i.png"
-    content = path.read_bytes()
-    assert content == png_bytes(image)
-    assert content[:8] == b"\x89PNG\r\n\x1a\n"
-    assert struct.unpack(">II", content[16:24]) == (3, 2)
-    start = content.index(b"IDAT")
-    size = struct.unpack(">I", content[start - 4 : start])[0]
-    pixels = zlib.decompress(content[start + 4 : start + 4 + size])
-    assert pixels == b"".join(b"\0" + row.tobytes() for row in image)
-    assert save(result_of("image", image=image / 2), tmp_path, "i")[0].name == "i.npy"
-
-
-def test_other_modalities(tmp_path):
-    assert save(result_of("text", text="é\ud800"), tmp_path, "t")[0].read_bytes() == "é?".encode()
-    assert save(result_of("tokens", token_ids=(1, 2)), tmp_path, "t") == []
-    (path,) = save(result_of("embedding", embedding=[1.0, 2.0]), tmp_path, "e")
-    assert np.load(path).tolist() == [1.0, 2.0]
-    data = {"a/b": np.zeros(2), "words": "x", "rows": [[1], [2, 3]], "objects": np.array([object()])}
-    paths = save(result_of("data", **data), tmp_path, "d")
-    assert [path.name for path in paths] == ["d.a_b.npy"]
-    assert save(result_of("embedding"), tmp_path, "none") == []
-
-
-def test_json_holds_small_arrays_only_where_no_file_does(tmp_path):
-    result = result_of("embedding", embedding=np.ones(3, np.float32), big=np.ones(10_000), n=np.int64(3), o=object)
-    inline = to_json(result, [], None)["data"]
-    assert inline["embedding"] == [1.0, 1.0, 1.0]
-    assert inline["big"] == {"shape": [10_000], "dtype": "float64"}
-    assert inline["n"] == 3
-    data = to_json(result, [tmp_path / "x.npy"], tmp_path)
-    assert data["data"]["embedding"] == {"shape": [3], "dtype": "float32"}
-    assert data["files"] == ["x.npy"]
-    json.dumps([inline, data])
-
-
-def test_descriptions():
-    assert describe(result_of("audio", audio=np.zeros(150), sample_rate=100)) == "1.50 s of audio"
-    assert describe(result_of("embedding", embedding=np.zeros((1, 4)))) == "embedding of shape [1, 4]"
-    assert describe(result_of("tokens", token_ids=(1, 2))) == "2 tokens"
-    assert describe(result_of("data")) == "data"
-    assert sample_rate({"sample_rate": "fast"}) == 0
-    assert sample_rate({"sampling_rate": 3, "sr": 4}) == 3
-
-
-# As a process
-
-SLOW = PIPELINE.replace("tokens = 3", "token_time = 1000")
-
-
-def spawn(*arguments, **options):
-    command = [sys.executable, "-c", "from omni_trio.cli import main; main()", *arguments]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
-
-
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_ends_it_in_order(folder, number, status):
-    (folder / "slow.toml").write_text(SLOW)
-    with spawn("run", "slow.toml", "--input", "-", "--timeline", "t.svg", stdin=subprocess.PIPE) as process:
-        process.stdin.write('{"prompt": "x"}\n' * 3)
-        process.stdin.close()
-        for line in process.stderr:
-            if line == "thinker #0: ready\n":
-                break
-        process.send_signal(number)
-        process.stdin = None
-        out, err = process.communicate(timeout=60)
-    assert (process.returncode, out) == (status, "")
-    assert err.endswith("stopping\n")
-    assert "Traceback" not in err
-    assert "runtime" not in err
-    assert (folder / "t.svg").exists()
-
-
-def test_a_signal_during_start_up(folder):
-    (folder / "slow.toml").write_text(PIPELINE.replace("tokens = 3", "start_time = 1000"))
-    with spawn("run", "slow.toml", "x") as process:
-        assert "spawn" in process.stderr.readline()
-        process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert "Traceback" not in err
-
-
-def test_a_second_signal_does_not_cut_the_closing_short(folder):
-    (folder / "slow.toml").write_text(SLOW.replace("token_time = 1000", "token_time = 1000, close_time = 2"))
-    with spawn("run", "slow.toml", "x", "--trace", "t.json") as process:
-        for line in process.stderr:
-            if line == "thinker #0: ready\n":
-                break
-        process.send_signal(signal.SIGINT)
-        assert any(line == "stopping\n" for line in process.stderr)
-        process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert "still stopping" in err
-    assert "Traceback" not in err
-    assert (folder / "t.json").exists()
-
-
-def test_a_reader_who_leaves_is_no_error(folder):
-    (folder / "p.jsonl").write_text('{"prompt": "x"}\n' * 2000)
-    with spawn("run", "-q", "sim.toml", "--input", "p.jsonl") as process:
-        process.stdout.readline()
-        process.stdout.close()
-        err = process.stderr.read()
-        assert process.wait(60) == 141
-    assert err == ""
-
-
-def test_bars_on_a_terminal(folder):
-    (folder / "p.jsonl").write_text('{"prompt": "x"}\nnonsense\n')
-    ours, theirs = pty.openpty()
-    with os.fdopen(ours, "rb") as terminal:
-        command = [sys.executable, "-c", "from omni_trio.cli import main; main()"]
-        with subprocess.Popen(
-            [*command, "run", "sim.toml", "--input", "p.jsonl"],
-            stdout=subprocess.DEVNULL,
-            stderr=theirs,
-            env=os.environ | {"TERM": "xterm", "COLUMNS": "100"},
-        ) as process:
-            os.close(theirs)
-            shown = b""
-            try:
-                while piece := terminal.read1(4096):
-                    shown += piece
-            except OSError:  # how Linux says that the other side of a terminal is closed
-                pass
-        assert process.returncode == 1
-    for words in (b"starting", b"requests", b"1/2", b"2/2", b"1 failed", b"1 of 2 prompts were served"):
-        assert words in shown
-
-
-def test_help_is_there_without_any_engine(folder):
-    code = "import sys; from omni_trio.cli import main; main(['run', '--help'], standalone_mode=False); "
-    code += "print([m for m in ('torch', 'vllm', 'rich') if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert "Exit status:\n" in done.stdout
-    assert done.stdout.endswith("[]\n")
 
 
 def test_the_examples_in_the_help_are_prompts(folder):

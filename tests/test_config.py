@@ -46,7 +46,7 @@ def test_both_formats_describe_the_same_pipeline(tmp_path, text, name):
 
 def test_every_field_of_a_stage_can_be_read(tmp_path):
     (tmp_path / "lib").mkdir()
-    (tmp_path / "lib" / "voices.py").write_text("")
+    (tmp_path / "lib" / "voices.py").write_text("class Voice: pass")
     path = write(
         tmp_path,
         """
@@ -268,7 +268,9 @@ def with_bridge(reference: str, target: str | None = None) -> str:
 
 def test_bridges_and_targets_next_to_the_file(tmp_path, monkeypatch):
     (tmp_path / "near_bridge.py").write_text(BRIDGE)
-    (tmp_path / "near_worker.py").write_text("raise RuntimeError('the loader must not import this')")
+    (tmp_path / "near_worker.py").write_text(
+        "class Worker: pass\nraise RuntimeError('the loader must not import this')"
+    )
     path = write(tmp_path, with_bridge("near_bridge:own", "near_worker:Worker"))
     monkeypatch.chdir(tmp_path)
     for _ in range(2):
@@ -295,6 +297,7 @@ def test_sys_path_stays_as_it_is_where_no_module_is_named(tmp_path):
         ("def own(:", "near_bridge:own", "importing 'near_bridge' raised SyntaxError"),
         ("import no_such_thing", "near_bridge:own", "No module named 'no_such_thing'"),
         ("1/0", "near_bridge:own", "raised ZeroDivisionError: division by zero"),
+        ("raise SystemExit(0)", "near_bridge:own", "importing 'near_bridge' called sys.exit()"),
         ("", "txt", "did you mean 'text'?"),
     ],
 )
@@ -324,9 +327,88 @@ def test_a_worker_that_is_not_there(tmp_path):
 
 
 def test_an_installed_worker_and_a_package_are_found(tmp_path):
-    (tmp_path / "package").mkdir()
-    for target in ("json:dumps", "package.module:x", "sys:exit", "__main__:Own"):
+    (tmp_path / "package" / "inner").mkdir(parents=True)
+    (tmp_path / "package" / "module.py").write_text("x = print")
+    for target in (
+        "json:dumps",
+        "json.decoder:JSONDecoder.decode",
+        "package.module:x",
+        "package:inner",
+        "os.path:join",
+    ):
         load_pipeline(write(tmp_path, with_bridge("text", target)))
+    for target in ("sys:exit", "__main__:Own"):  # without a source that could be looked into
+        load_pipeline(write(tmp_path, with_bridge("text", target)))
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "class Voice: pass",
+        "async def Voice(): pass",
+        "if 1:\n  try:\n    import x as Voice\n  except ImportError:\n    Voice = None",
+        "from x import Voice",
+        "import Voice.x",
+        "Other = [0, (Voice := 3)]",
+        "for Voice in (): pass",
+        "with open('x') as (a, Voice): pass",
+        "match 3:\n  case [Voice, *_]: pass",
+        "def make():\n  global Voice\n  Voice = 3",
+        # What can not be known is taken to be there.
+        "from x import *",
+        "def __getattr__(name): return print",
+        "globals().update(Voice=3)",
+        "import sys\nsetattr(sys.modules[__name__], 'Voice', 3)",
+    ],
+)
+def test_a_target_that_its_module_may_have(tmp_path, source):
+    (tmp_path / "speaker.py").write_text(source)
+    load_pipeline(write(tmp_path, with_bridge("text", "speaker:Voice")))
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "words"),
+    [
+        ("class Voice: pass", "speaker:Vioce", "module 'speaker' has no 'Vioce'; did you mean 'Voice'?"),
+        ("class Other:\n  class Voice: pass", "speaker:Voice", "has no 'Voice'"),
+        ("def other():\n  Voice = 3", "speaker:Voice", "has no 'Voice'"),
+        ("", "json:nofn", "module 'json' has no 'nofn'"),
+        ("class Voice", "speaker:Voice", "module 'speaker' is not valid Python"),
+        ("\0", "speaker:Voice", "module 'speaker' is not valid Python"),
+        ("class Voice: pass", "speaker.inner:Voice", "there is no module 'inner' in 'speaker'"),
+        ("", "json.nomod:Voice", "there is no module 'nomod' in 'json'"),
+    ],
+)
+def test_a_target_that_its_module_does_not_have(tmp_path, source, target, words):
+    (tmp_path / "speaker.py").write_text(source)
+    error = failure(tmp_path, with_bridge("text", target))
+    assert (error.line, error.key) == (7, "stages.b.target")
+    assert words in error.message
+
+
+@pytest.mark.parametrize("model", ["/nope/model", "./model", "../nope", "~/nope/model", "~nobody-here/model"])
+def test_a_path_to_a_model_that_is_not_there(tmp_path, model):
+    error = failure(tmp_path, f'[[stages]]\nname = "a"\nmodel = "{model}"\n')
+    assert (error.line, error.key) == (3, "stages.a.model")
+    assert "there is no " in error.message
+    assert "nope" in error.message or "model" in error.message
+
+
+def test_a_model_in_the_home_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "models" / "tiny").mkdir(parents=True)
+    pipeline = load_pipeline(write(tmp_path, '[[stages]]\nname = "a"\nmodel = "~/models/tiny"\n'))
+    assert pipeline.stages[0].model == str(tmp_path / "models" / "tiny")
+
+
+def test_a_check_of_ones_own_has_file_and_line(tmp_path):
+    def refuse(pipeline):
+        raise ConfigError("no voices here", key=f"stages.{pipeline.stages[1].name}.kind")
+
+    path = write(tmp_path, with_bridge("text"))
+    with pytest.raises(ConfigError) as caught:
+        load_pipeline(path, check=refuse)
+    assert str(caught.value) == f"{path}:6: stages.b.kind: no voices here"
 
 
 def test_another_module_of_the_same_name_is_not_taken_silently(tmp_path):

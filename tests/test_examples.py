@@ -419,7 +419,13 @@ def test_the_vocoder_carries_each_request_s_sound_on(notes: Any) -> None:
         (TINY / "tiny.toml", ["thinker", "talker", "vocoder"], (True, False, True)),
     ],
 )
-def test_the_files_describe_valid_pipelines(file: Path, stages: list[str], finals: tuple[bool, ...]) -> None:
+def test_the_files_describe_valid_pipelines(
+    file: Path, stages: list[str], finals: tuple[bool, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("OMNI_TRIO_THINKER", "OMNI_TRIO_EMBEDDER", "OMNI_TRIO_TINY"):
+        monkeypatch.setenv(name, str(tmp_path))
+    for stage in stages:
+        (tmp_path / stage).mkdir()  # where a model would be
     pipeline: Pipeline = load_pipeline(file)
     assert [stage.name for stage in pipeline.stages] == stages
     assert pipeline.finals == finals

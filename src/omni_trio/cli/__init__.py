@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import click
+
+from . import _status
 
 __all__ = ["main"]
 
@@ -11,16 +15,20 @@ __all__ = ["main"]
 # click keeps the line breaks of a paragraph that begins with a backspace.
 _CHECK_STATUS = """\b
 Exit status:
-  0  the file describes a valid pipeline
-  2  it does not; stderr says "file:line: key: what is wrong"
+    0  the file describes a valid pipeline
+    1  it does, but stdout can not be written to
+    2  it does not; stderr says "file:line: key: what is wrong"
+  130  interrupted with Ctrl-C
 """
 _RUN_STATUS = """\b
 Exit status:
     0  all went well
-    1  a request failed, or a line of the input is no prompt; the others were served
+    1  a request failed, a line of the input is no prompt, or a result can not be kept; the others
+       were served. Or: stdout, the folder or a picture can not be written
     2  the command line or the pipeline file is wrong; nothing was started
     3  an engine did not come up, or died
   130  interrupted with Ctrl-C (143: with SIGTERM); all engines are down again
+  141  whoever read stdout has left; all engines are down again
 
 \b
 Input, one JSON object per line:
@@ -38,10 +46,23 @@ def _above_zero(_context: click.Context, _option: click.Parameter, seconds: floa
     return seconds
 
 
-@click.group(context_settings=_CONTEXT)
+class _Program(click.Group):
+    """The commands, which end with 130 on Ctrl-C wherever it meets them: in the imports, too."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            ctx.exit(_status.INTERRUPTED)
+
+
+@click.group(cls=_Program, context_settings=_CONTEXT)
 @click.version_option(package_name="omni-trio", message="%(prog)s %(version)s")
 def main() -> None:
     """Run multi-stage model pipelines on vLLM under structured concurrency."""
+    from ._streams import set_up  # noqa: PLC0415 - see above
+
+    set_up()
 
 
 @main.command(epilog=_CHECK_STATUS)
@@ -50,7 +71,8 @@ def main() -> None:
 def check(pipeline: str, *, mermaid: bool) -> None:
     """Check the file PIPELINE (.toml or .yaml) and show what it describes, as a table and as a Mermaid graph.
 
-    No engine is started and no model is loaded; bridges are imported, workers only looked for.
+    No engine is started and no model is loaded. Bridges are imported; a worker's target is looked for in the source
+    of its module. What only an engine can know is left to it, such as the names of its arguments.
     """
     from ._check import check as run_check  # noqa: PLC0415 - see the top
 
@@ -60,7 +82,12 @@ def check(pipeline: str, *, mermaid: bool) -> None:
 @main.command(epilog=_RUN_STATUS)
 @click.argument("pipeline")
 @click.argument("prompt", required=False)
-@click.option("--input", "input_", metavar="FILE", help="Prompts as JSON Lines; '-' reads stdin.")
+@click.option(
+    "--input",
+    "input_",
+    metavar="FILE",
+    help="Prompts as JSON Lines; '-' reads stdin, to its end, before anything starts.",
+)
 @click.option("--out", metavar="DIR", help="Folder for results.jsonl and files: .wav, .txt, .npy, .png.")
 @click.option("--trace", metavar="FILE", help="Write a trace for ui.perfetto.dev.")
 @click.option("--timeline", metavar="FILE.svg", help="Draw the run as a picture.")

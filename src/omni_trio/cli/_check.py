@@ -6,7 +6,6 @@ import sys
 from collections.abc import Iterator
 
 import attrs
-import click
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -14,7 +13,9 @@ from rich.text import Text
 from omni_trio.pipeline import Pipeline, StageSpec
 from omni_trio.telemetry.mermaid import mermaid_graph
 
-from ._status import load
+from . import _status
+from ._load import load
+from ._streams import CanNotWriteError, writing
 
 __all__ = ["check"]
 
@@ -22,10 +23,16 @@ __all__ = ["check"]
 def check(path: str, *, mermaid: bool) -> None:
     """Load the pipeline in `path` and print it as a table and as a Mermaid graph, or as the graph only."""
     pipeline = load(path)
-    if not mermaid:
-        _print_table(pipeline)
-        click.echo()
-    click.echo(mermaid_graph(pipeline), nl=False)
+    try:
+        with writing():
+            if not mermaid:
+                _print_table(pipeline)
+                sys.stdout.write("\n")
+            sys.stdout.write(mermaid_graph(pipeline))
+    except BrokenPipeError:
+        sys.exit(_status.BROKEN_PIPE)
+    except CanNotWriteError as error:
+        _status.fail(str(error), _status.FAILED)
 
 
 def _print_table(pipeline: Pipeline) -> None:
@@ -51,8 +58,13 @@ def _print_table(pipeline: Pipeline) -> None:
     if notes := list(_notes(pipeline)):
         table.caption = Text("\n".join(notes))
     # A pipe has no width; the words matter more than a width that nobody set.
-    console = Console() if sys.stdout.isatty() else Console(width=200)
+    console = _Console() if sys.stdout.isatty() else _Console(width=200)
     console.print(table)
+
+
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        raise  # noqa: PLE0704 - rich calls it where it handles the error, and would end the program in its own way
 
 
 def _fed_by(pipeline: Pipeline, stage_id: int) -> str:

@@ -8,7 +8,10 @@ from typing import Any, TypeAlias
 
 import attrs
 
+from omni_trio.errors import InvalidRequest
+from omni_trio.messages import StageInput
 from omni_trio.pipeline import Pipeline, nearest
+from omni_trio.runtime._admission import checked_prompt, split_params
 
 __all__ = ["BadLine", "Job", "Params", "parse_params", "read_jobs"]
 
@@ -23,7 +26,7 @@ class Job:
     """One prompt with what is asked for it."""
 
     line: int
-    prompt: str | tuple[int, ...]
+    prompt: StageInput
     request_id: str | None = None
     params: Params = attrs.field(factory=dict)
     deadline: float | None = None
@@ -83,9 +86,9 @@ def _job(pipeline: Pipeline, number: int, line: bytes, params: Params) -> Job:
         raise BadLine("deadline: expected a number of seconds above 0")
     return Job(
         line=number,
-        prompt=_prompt(data.get("prompt")),
+        prompt=_prompt(pipeline, data.get("prompt")),
         request_id=request_id,
-        params=_merged(params, _stage_params(pipeline, data.get("sampling_params"))),
+        params=_merged(params, _by_stage(pipeline, data.get("sampling_params"))),
         deadline=deadline,
     )
 
@@ -94,24 +97,29 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _prompt(value: object) -> str | tuple[int, ...]:
-    if isinstance(value, str):
-        return value
-    if isinstance(value, list) and value and all(type(token) is int for token in value):
-        return tuple(value)
-    raise BadLine("prompt: expected a text or a list of token ids")
+def _prompt(pipeline: Pipeline, value: object) -> StageInput:
+    if not isinstance(value, str | list):
+        raise BadLine("prompt: expected a text or a list of token ids")
+    try:
+        return checked_prompt(value, pipeline)
+    except InvalidRequest as error:
+        raise BadLine(f"prompt: {error.message}") from error
 
 
-def _stage_params(pipeline: Pipeline, value: object) -> Params:
-    """Sort parameters by stage; those that name no stage are the first one's."""
-    if value is None:
-        return {}
-    if not isinstance(value, dict):
-        raise BadLine("sampling_params: expected an object, by stage or for the first stage")
-    names = [stage.name for stage in pipeline.stages]
-    if not all(key in names and isinstance(item, dict) for key, item in value.items()):
-        return {names[0]: value}
-    return value
+def _by_stage(pipeline: Pipeline, given: object) -> Params:
+    """Deal parameters out to the stages, as the runtime does."""
+    try:
+        dealt = split_params(given, pipeline)
+    except InvalidRequest as error:
+        raise BadLine(error.message) from error
+    params: Params = {}
+    for stage_id, values in dealt.items():
+        name = pipeline.stages[stage_id].name
+        if isinstance(values, dict):
+            params[name] = values
+        elif values is not None:
+            raise BadLine(f"sampling_params: expected an object for the stage {name!r}, not {json.dumps(values):.80}")
+    return params
 
 
 def _merged(*layers: Mapping[str, Mapping[str, Any]]) -> Params:

@@ -5,26 +5,32 @@ from __future__ import annotations
 import math
 import os
 import signal
+import stat
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
-from typing import Any, Self, TextIO
+from typing import Any
 
 import attrs
 import trio
 
 from omni_trio import open_runtime
-from omni_trio.errors import ConfigError, EngineDied, OmniTrioError, RequestError, StartupFailed
+from omni_trio.errors import ConfigError, EngineDied, InvalidRequest, OmniTrioError, RequestError
 from omni_trio.merging import merge_data
 from omni_trio.messages import Output
 from omni_trio.pipeline import Pipeline
 from omni_trio.runtime import Request, Runtime, StageResult
+from omni_trio.runtime._admission import checked_prompt
 from omni_trio.telemetry import Recorder, timeline_svg, write_chrome_trace
 
 from . import _status
+from ._load import load
 from ._prompts import BadLine, Job, parse_params, read_jobs
-from ._save import describe, json_line, save, to_json
+from ._save import describe
 from ._screen import Screen
+from ._sink import Kept, Sink
+from ._streams import CanNotWriteError, say
 
 __all__ = ["Options", "run"]
 
@@ -47,28 +53,27 @@ class Options:
 
 def run(options: Options) -> None:
     """Run prompts through a pipeline and end the program with the exit status that `run_status` returns."""
-    try:
-        sys.exit(run_status(options))
-    except KeyboardInterrupt:  # before trio listened for it, or after
-        sys.exit(_status.INTERRUPTED)
+    sys.exit(run_status(options))
 
 
 def run_status(options: Options) -> int:
     """Do it, and return the exit status."""
-    pipeline = _status.load(options.pipeline)
-    for name, path in (("--trace", options.trace), ("--timeline", options.timeline)):
-        if path is not None and not Path(path).absolute().parent.is_dir():
-            _status.fail(f"{name}: the folder of {path} does not exist", _status.USAGE)
+    # Stdout is for results.
+    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
+    pipeline = load(options.pipeline)
     jobs = _read(pipeline, options)
+    _check_outputs(options)
     recorder = Recorder() if options.trace or options.timeline else None
-    with Screen(pipeline, quiet=options.quiet) as screen, _open_sink(options) as sink:
+    with Screen(pipeline, quiet=options.quiet) as screen, closing(_open_sink(options)) as sink:
         work = _Work(pipeline, options, jobs, screen, sink)
+        drawn = True
         try:
-            return _run_work(work, recorder, screen)
+            status = _run_work(work, recorder, screen)
         finally:
             screen.end()
             if recorder is not None:
-                _write_pictures(recorder, pipeline, options)
+                drawn = _write_pictures(recorder, pipeline, options, screen)
+    return status if drawn or status != _status.OK else _status.FAILED
 
 
 def _run_work(work: _Work, recorder: Recorder | None, screen: Screen) -> int:
@@ -76,20 +81,19 @@ def _run_work(work: _Work, recorder: Recorder | None, screen: Screen) -> int:
     status = _status.OK
     try:
         status = trio.run(work.main, instruments)
-    except* (StartupFailed, EngineDied) as group:
-        for error in _leaves(group):
-            screen.error(str(error))
-        status = _status.ENGINE
     except* ConfigError as group:
         for error in _leaves(group):
             screen.error(f"{work.options.pipeline}: {error}")
         status = _status.USAGE
-    except* _CanNotWriteError as group:
+    except* OmniTrioError as group:
+        # A request's own errors end in its line; these are about engines and their processes.
+        for error in _leaves(group):
+            screen.error(str(error))
+        status = _status.ENGINE
+    except* CanNotWriteError as group:
         screen.error(str(next(_leaves(group))))
-        status = _status.REQUEST_FAILED
+        status = _status.FAILED
     except* BrokenPipeError:
-        # Whoever read our output has left. Python would complain when it flushes at its end.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = _status.BROKEN_PIPE
     if work.signalled is not None:
         return 128 + work.signalled
@@ -110,8 +114,13 @@ def _read(pipeline: Pipeline, options: Options) -> list[Job | tuple[int, BadLine
     except BadLine as error:
         _status.fail(f"--param: {error}", _status.USAGE)
     if options.prompt is not None:
-        return [Job(line=1, prompt=options.prompt, params=params)]
+        try:
+            return [Job(line=1, prompt=checked_prompt(options.prompt, pipeline), params=params)]
+        except InvalidRequest as error:
+            _status.fail(f"PROMPT: {error.message}", _status.USAGE)
     assert options.input is not None  # the command line has one of the two
+    if options.input == "-" and sys.stdin is None:
+        _status.fail("--input: stdin is closed", _status.USAGE)
     try:
         raw = sys.stdin.buffer.read() if options.input == "-" else Path(options.input).read_bytes()
     except OSError as error:
@@ -119,64 +128,61 @@ def _read(pipeline: Pipeline, options: Options) -> list[Job | tuple[int, BadLine
     return list(read_jobs(pipeline, raw.splitlines(), params))
 
 
-def _write_pictures(recorder: Recorder, pipeline: Pipeline, options: Options) -> None:
-    if options.trace is not None:
-        write_chrome_trace(recorder, options.trace, pipeline=pipeline)
-    if options.timeline is not None:
-        Path(options.timeline).write_text(timeline_svg(recorder, pipeline=pipeline), encoding="utf-8")
-
-
 # --------------------------------------------------------------------------------------------------------------
-# Where results go; called in threads, since disks and pipes can be slow
+# Where results go
 
 
-class _Sink:
-    """The output folder, or stdout."""
-
-    def __init__(self, folder: Path | None, lines: TextIO | None) -> None:
-        self.folder = folder
-        self._lines = lines
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *args: object) -> None:
-        if self._lines is not None and self.folder is not None:
-            self._lines.close()
-
-    def write(self, record: dict[str, Any], results: Mapping[str, StageResult], prefix: str) -> list[Path]:
-        """Write a request's files and its line; return the files."""
-        files: list[Path] = []
-        if results:
-            record["outputs"] = outputs = {}
-            for stage, result in results.items():
-                made = [] if self.folder is None else save(result, self.folder, f"{prefix}{stage}")
-                outputs[stage] = to_json(result, made, self.folder)
-                files += made
-        if self._lines is not None:
-            self._lines.write(json_line(record))
-            self._lines.flush()
-        return files
+def _check_outputs(options: Options) -> None:
+    """Find out now, and not after an hour's work, what can not be written."""
+    if sys.stdout is None and (options.prompt is not None or options.out is None):
+        _status.fail("stdout is closed; it takes the results", _status.USAGE)
+    for name, path in (("--trace", options.trace), ("--timeline", options.timeline)):
+        if path is not None:
+            try:
+                _check_writable(Path(path))
+            except OSError as error:
+                _status.fail(f"{name}: can not write {path}: {error.strerror}", _status.USAGE)
 
 
-def _open_sink(options: Options) -> _Sink:
-    if options.out is None:
-        return _Sink(None, sys.stdout if options.prompt is None else None)
-    folder = Path(options.out)
+def _check_writable(path: Path) -> None:
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        return _Sink(folder, (folder / "results.jsonl").open("w", encoding="utf-8"))
+        kind = stat.S_IFMT(path.stat().st_mode)
+    except FileNotFoundError:
+        made = path.resolve()  # a link may lead to where no file is yet
+        made.open("xb").close()
+        made.unlink()
+        return
+    # To open a pipe and close it again would end it for its reader.
+    if kind in (stat.S_IFREG, stat.S_IFDIR):
+        path.open("ab").close()
+
+
+def _open_sink(options: Options) -> Sink:
+    try:
+        return Sink.open(None if options.out is None else Path(options.out), wants_lines=options.prompt is None)
     except OSError as error:
         _status.fail(f"--out: {error}", _status.USAGE)
 
 
-class _CanNotWriteError(Exception):
-    """There is no use in going on."""
+def _write_pictures(recorder: Recorder, pipeline: Pipeline, options: Options, screen: Screen) -> bool:
+    """Write the trace and the timeline; return whether they could be."""
+    drawn = True
+    for path, draw in ((options.trace, _draw_trace), (options.timeline, _draw_timeline)):
+        if path is not None:
+            try:
+                draw(recorder, pipeline, Path(path))
+            except OSError as error:
+                screen.error(f"can not write {path}: {error.strerror}")
+                drawn = False
+    return drawn
 
 
-def _say(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()
+def _draw_trace(recorder: Recorder, pipeline: Pipeline, path: Path) -> None:
+    write_chrome_trace(recorder, path, pipeline=pipeline)
+
+
+def _draw_timeline(recorder: Recorder, pipeline: Pipeline, path: Path) -> None:
+    path.write_text(timeline_svg(recorder, pipeline=pipeline), encoding="utf-8")
 
 
 # --------------------------------------------------------------------------------------------------------------
@@ -192,12 +198,14 @@ class _Work:
         options: Options,
         jobs: Sequence[Job | tuple[int, BadLine]],
         screen: Screen,
-        sink: _Sink,
+        sink: Sink,
     ) -> None:
         self.pipeline = pipeline
         self.options = options
         self.signalled: int | None = None
-        self._jobs = jobs
+        self._jobs = [job for job in jobs if isinstance(job, Job)]
+        self._bad_lines = [job for job in jobs if not isinstance(job, Job)]
+        self._total = len(jobs)
         self._screen = screen
         self._sink = sink
         self._sink_lock = trio.Lock()
@@ -211,18 +219,31 @@ class _Work:
                 work = trio.CancelScope()
                 nursery.start_soon(self._watch, signals, work)
                 with work:
-                    async with open_runtime(
-                        self.pipeline,
-                        instruments=instruments,
-                        max_in_flight=max(10_000, self.options.concurrency),
-                    ) as runtime:
+                    await self._refuse()
+                    if self._jobs:
+                        await self._serve(instruments)
+                    if self.options.prompt is None:
                         self._screen.end()
-                        if self.options.prompt is not None:
-                            await self._one(runtime)
-                        else:
-                            await self._batch(runtime)
+                        self._screen.note(f"{self._total - self._failed} of {self._total} prompts were served")
                 nursery.cancel_scope.cancel("all is done")
-        return _status.REQUEST_FAILED if self._failed else _status.OK
+        return _status.FAILED if self._failed else _status.OK
+
+    async def _refuse(self) -> None:
+        """Tell of the lines that are no prompts: engines can take minutes to come up."""
+        for line, bad in self._bad_lines:
+            await self._fail(line, None, str(bad), {"type": "BadLine", "message": str(bad)})
+
+    async def _serve(self, instruments: Sequence[Callable[[Any], None]]) -> None:
+        async with open_runtime(
+            self.pipeline,
+            instruments=instruments,
+            max_in_flight=max(10_000, self.options.concurrency),
+        ) as runtime:
+            self._screen.end()
+            if self.options.prompt is not None:
+                await self._one(runtime)
+            else:
+                await self._batch(runtime)
 
     async def _watch(self, signals: Any, work: trio.CancelScope) -> None:
         async for number in signals:
@@ -246,7 +267,6 @@ class _Work:
 
     async def _one(self, runtime: Runtime) -> None:
         (job,) = self._jobs
-        assert isinstance(job, Job)  # a prompt on the command line is never a bad line
         texts = [
             stage.name
             for index, stage in enumerate(self.pipeline.stages)
@@ -259,21 +279,24 @@ class _Work:
                     if isinstance(event, Output):
                         parts.setdefault(event.stage, []).append(event)
                         if event.text and event.stage in texts[:1]:
-                            await trio.to_thread.run_sync(_say, event.text)
+                            await trio.to_thread.run_sync(say, event.text)
                 request_id = request.id
         except EngineDied:
             raise  # of the whole runtime, which says it better
         except RequestError as error:
             self._failed += 1
-            await trio.to_thread.run_sync(_say, "\n" if parts else "")
+            await trio.to_thread.run_sync(say, "\n" if parts else "")
             self._screen.error(str(error))
             await self._keep({"request_id": error.request_id, "error": _error_json(error)}, {}, "")
             return
         results = {stage: _join(outputs) for stage, outputs in parts.items()}
-        await trio.to_thread.run_sync(_say, _rest(results, texts))
-        files = await self._keep({"request_id": request_id}, results, "")
-        for path in files:
+        await trio.to_thread.run_sync(say, _rest(results, texts))
+        kept = await self._keep({"request_id": request_id}, results, "")
+        for path in kept.files:
             self._screen.note(f"wrote {path}")
+        if kept.problems:
+            self._failed += 1
+            self._screen.error("\n".join(kept.problems))
         if self.options.out is None:
             for stage, result in results.items():
                 if result.modality != "text":
@@ -287,46 +310,37 @@ class _Work:
         async with trio.open_nursery() as nursery:
             for _ in range(min(self.options.concurrency, len(self._jobs))):
                 nursery.start_soon(self._worker, runtime, jobs)
-        self._screen.end()
-        total = len(self._jobs)
-        self._screen.note(f"{total - self._failed} of {total} prompts were served")
 
-    async def _worker(self, runtime: Runtime, jobs: Iterator[Job | tuple[int, BadLine]]) -> None:
+    async def _worker(self, runtime: Runtime, jobs: Iterator[Job]) -> None:
         for job in jobs:
-            if isinstance(job, Job):
-                await self._serve(runtime, job)
-            else:
-                line, bad = job
-                await self._fail(line, None, str(bad), {"type": "BadLine", "message": str(bad)})
-            self._done += 1
-            self._progress()
+            await self._answer(runtime, job)
 
-    async def _serve(self, runtime: Runtime, job: Job) -> None:
+    async def _answer(self, runtime: Runtime, job: Job) -> None:
         try:
             async with self._request(runtime, job) as request:
                 result = await request.result()
         except OmniTrioError as error:
             await self._fail(job.line, job.request_id, str(error), _error_json(error))
             return
-        record = {"line": job.line, "request_id": result.request_id}
-        await self._keep(record, result.outputs, f"{job.line:05d}-")
+        kept = await self._keep({"line": job.line, "request_id": result.request_id}, result.outputs, f"{job.line:05d}-")
+        if kept.problems:
+            self._failed += 1
+            self._screen.error(f"{self.options.input}:{job.line}: {'; '.join(kept.problems)}")
+        self._progress(1)
 
     async def _fail(self, line: int, request_id: str | None, words: str, error: dict[str, Any]) -> None:
         self._failed += 1
         self._screen.error(f"{self.options.input}:{line}: {words}")
         await self._keep({"line": line, "request_id": request_id, "error": error}, {}, "")
+        self._progress(1)
 
-    def _progress(self) -> None:
-        self._screen.requests(len(self._jobs), self._done, self._failed)
+    def _progress(self, done: int = 0) -> None:
+        self._done += done
+        self._screen.requests(self._total, self._done, self._failed)
 
-    async def _keep(self, record: dict[str, Any], results: Mapping[str, StageResult], prefix: str) -> list[Path]:
+    async def _keep(self, record: dict[str, Any], results: Mapping[str, StageResult], prefix: str) -> Kept:
         async with self._sink_lock:
-            try:
-                return await trio.to_thread.run_sync(self._sink.write, record, results, prefix)
-            except BrokenPipeError:
-                raise
-            except OSError as error:
-                raise _CanNotWriteError(f"can not write the results: {error}") from error
+            return await trio.to_thread.run_sync(self._sink.write, record, results, prefix)
 
 
 def _join(outputs: Sequence[Output]) -> StageResult:

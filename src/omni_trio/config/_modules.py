@@ -1,17 +1,14 @@
-"""Modules that lie beside a pipeline file: how its functions are imported, and its workers' targets looked for."""
+"""Functions of modules that lie beside a pipeline file: how they are imported."""
 
 from __future__ import annotations
 
-import importlib.machinery
-import importlib.util
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 from omni_trio.errors import ConfigError
-from omni_trio.pipeline import nearest
 
-__all__ = ["find_target", "import_function"]
+__all__ = ["import_function"]
 
 
 def import_function(reference: str, folder: Path, resolve: Callable[[str], object]) -> None:
@@ -28,6 +25,8 @@ def import_function(reference: str, folder: Path, resolve: Callable[[str], objec
         resolve(reference)
     except ConfigError:
         raise
+    except SystemExit as error:
+        raise ConfigError(f"importing {module!r} called sys.exit(); guard it with if __name__ == '__main__'") from error
     except Exception as error:  # the user's module, which may raise anything
         raise ConfigError(f"importing {module!r} raised {type(error).__name__}: {error}") from error
 
@@ -38,21 +37,3 @@ def _check_same_module(name: str, folder: Path) -> None:
     loaded = getattr(sys.modules.get(name), "__file__", None)
     if beside.is_file() and loaded is not None and not beside.samefile(loaded):
         raise ConfigError(f"module {name!r} was already imported from {loaded}; give {beside.name} another name")
-
-
-def find_target(target: str, path: Sequence[str]) -> None:
-    """Miss a worker's module now and not in its process; it is not imported, which may cost seconds.
-
-    Args:
-        target: ``package.module:name``.
-        path: the folders in which the worker's process looks first.
-
-    Raises:
-        ConfigError: there is no such module.
-    """
-    name = target.partition(":")[0].partition(".")[0]
-    if name in sys.modules or importlib.machinery.PathFinder.find_spec(name, list(path)) is not None:
-        return
-    if not name.isidentifier() or importlib.util.find_spec(name) is None:
-        here = [entry.stem for folder in path for entry in Path(folder).glob("*.py")]
-        raise ConfigError(f"there is no module {name!r} in {', '.join((*path, 'sys.path'))}{nearest(name, here)}")

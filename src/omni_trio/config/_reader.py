@@ -10,7 +10,8 @@ from omni_trio.errors import ConfigError
 from omni_trio.pipeline import WORKER_KINDS, Pipeline, StageSpec, nearest
 
 from ._lines import Key, Lines
-from ._modules import find_target, import_function
+from ._modules import import_function
+from ._targets import find_target
 from ._values import PIPELINE_FIELDS, STAGE_FIELDS, Fields, Values
 from ._words import in_words
 
@@ -30,11 +31,11 @@ class Reader:
     def __init__(self, file: str, lines: Lines) -> None:
         self._values = Values(file, lines)
 
-    def pipeline(self, data: Any) -> Pipeline:
+    def pipeline(self, data: Any, check: Callable[[Pipeline], object] | None = None) -> Pipeline:
         """Return what `data` describes.
 
         Raises:
-            ConfigError: it does not describe a valid pipeline.
+            ConfigError: it does not describe a valid pipeline, or `check` raised it.
         """
         fail = self._values.fail
         if not isinstance(data, Mapping):
@@ -54,10 +55,13 @@ class Reader:
         self._import_functions(arguments, specs)
         self._find_targets(specs)
         try:
-            return Pipeline(stages=specs, **arguments)
+            pipeline = Pipeline(stages=specs, **arguments)
+            if check is not None:
+                check(pipeline)
         except ConfigError as error:
             line = self._values.line(_key_of(error.key, specs))
             raise ConfigError(error.message, file=self._values.file, line=line, key=error.key) from error.__cause__
+        return pipeline
 
     def _stage(self, value: Any, index: int) -> StageSpec:
         key: Key = ("stages", index)

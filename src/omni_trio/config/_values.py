@@ -165,7 +165,15 @@ class Values:
     def model(self, value: Any, key: Key) -> str:
         """Return the name of a model; an absolute path where it names something in the file's folder."""
         model = self.text(value, key)
-        return str(self._beside(model)) if model and self._beside(model).exists() else model
+        if not model:
+            return model
+        path = self._beside(os.path.expanduser(model))  # noqa: PTH111 - Path's raises where there is no such user
+        if path.exists():
+            return str(path)
+        if model.startswith(("/", "./", "../", "~")):
+            # vLLM would take it for a name on the hub, and complain of its form.
+            self.fail(key, f"there is no {path}; a model is a folder or file that exists, or a name that vLLM knows")
+        return model
 
     def path(self, value: Any, key: Key) -> tuple[str, ...]:
         """Return absolute paths of folders."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import logging
+import os
 import threading
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -77,4 +79,7 @@ class Frontends:
 
 def _compat_module() -> Any:
     with _import_lock:
+        # What vLLM has to say of this machine while it is imported is in every engine's log, too.
+        if (logger := logging.getLogger("vllm")).level == logging.NOTSET and "VLLM_LOGGING_LEVEL" not in os.environ:
+            logger.setLevel(logging.ERROR)
         return importlib.import_module("omni_trio.engines.vllm._compat")

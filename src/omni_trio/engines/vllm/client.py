@@ -124,7 +124,8 @@ class _Startup:
         place = f"stages.{self.context.stage.name}.{field}"
         config_error = ConfigError(text, key=place if key is None else f"{place}.{key}")
         config_error.__cause__ = cause
-        failure = self.failed(str(config_error), phase="config")
+        # What is wrong with the stage's own parameters is found here; the engine and its log know nothing of it.
+        failure = self.failed(str(config_error), phase="config", log_tail="" if field == "sampling" else None)
         failure.__cause__ = config_error
         return failure
 

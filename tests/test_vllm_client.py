@@ -2,30 +2,33 @@
 
 from __future__ import annotations
 
-import json
 import os
-import re
-import shutil
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-import attrs
 import numpy as np
 import pytest
 import trio
 import trio.testing
 
-from omni_trio.engines.process import Zygote, open_launcher
-from omni_trio.engines.vllm import vllm_client_factory
-from omni_trio.errors import ConfigError, EngineDied, InvalidRequest, StageFailed, StartupFailed
-from omni_trio.messages import StageInput, StageOutput, StageRequest
-from omni_trio.pipeline import StageSpec
-from omni_trio.stages import ReplicaContext, StageClient
+from omni_trio.engines.process import Zygote
+from omni_trio.errors import EngineDied, InvalidRequest, StageFailed
+from omni_trio.messages import KvTransfer, StageInput, StageOutput, StageRequest
+from vllm_support import (
+    PROMPTS,
+    TOKENS,
+    Engines,
+    collect,
+    greedy,
+    offline,
+    submit,
+    text_of,
+    tokens_of,
+)
 
 pytestmark = [
     pytest.mark.engine,
@@ -33,127 +36,16 @@ pytestmark = [
     pytest.mark.filterwarnings("default"),
 ]
 
-ENGINE_ARGS = {
-    "dtype": "bfloat16",
-    "max_model_len": 1024,
-    "enforce_eager": True,
-    "max_num_seqs": 64,
-    "kv_cache_memory_bytes": 32 << 20,
-}
-TOKENS = 32
-PROMPTS = [tuple((7 * i + 11 * j) % 128 for j in range(5 + i % 40)) for i in range(100)]
-
 
 @pytest.fixture
 def engines(vllm_zygote: Zygote, tiny_model: Path) -> Engines:
     return Engines(vllm_zygote, tiny_model)
 
 
-@attrs.frozen
-class Engines:
-    """Opens clients of engines with the tiny model."""
-
-    zygote: Zygote
-    model: Path
-
-    def stage(self, **fields: Any) -> StageSpec:
-        args = {**ENGINE_ARGS, **fields.pop("engine_args", {})}
-        return StageSpec(**{"name": "thinker", "model": str(self.model), "engine_args": args, **fields})
-
-    def run(self, body: Callable[..., Awaitable[None]], *, replicas: int = 1, **fields: Any) -> None:
-        """Run ``body(client, ...)`` with as many open clients."""
-        stage = self.stage(replicas=replicas, **fields)
-
-        async def main() -> None:
-            with trio.fail_after(120):
-                async with open_launcher(zygote=self.zygote) as launcher:
-                    factory = vllm_client_factory(launcher)
-                    await nested(factory, [context(stage, replica_id) for replica_id in range(replicas)], body)
-                    assert list(launcher.directory.iterdir()) == []
-
-        trio.run(main)
-
-    def fails_to_start(self, **fields: Any) -> StartupFailed:
-        async def body(_client: StageClient) -> None:
-            pytest.fail("it started")
-
-        with pytest.raises(StartupFailed) as caught:
-            self.run(body, **fields)
-        return caught.value
-
-
-async def nested(factory: Any, contexts: Sequence[ReplicaContext], body: Any, *clients: StageClient) -> None:
-    if not contexts:
-        await body(*clients)
-        return
-    async with factory(contexts[0]) as client:
-        await nested(factory, contexts[1:], body, *clients, client)
-
-
-def context(stage: StageSpec, replica_id: int = 0, report: Callable[[str], None] = lambda _: None) -> ReplicaContext:
-    return ReplicaContext(
-        stage=stage, stage_id=3, replica_id=replica_id, want_text=True, report=report, close_timeout=5.0
-    )
-
-
-def greedy(client: StageClient, max_tokens: int = TOKENS, **more: Any) -> Any:
-    return client.resolve_params({"temperature": 0, "max_tokens": max_tokens, "ignore_eos": True, **more})
-
-
-async def submit(client: StageClient, request_id: str, prompt: Any, params: Any, *, want_text: bool = True) -> None:
-    given = StageInput(token_ids=prompt) if isinstance(prompt, tuple) else prompt
-    await client.submit(StageRequest(request_id=request_id, input=given, params=params, want_text=want_text))
-
-
-async def collect(client: StageClient, *request_ids: str) -> dict[str, list[StageOutput]]:
-    """Receive until these requests have ended."""
-    outputs: dict[str, list[StageOutput]] = {}
-    rest = set(request_ids)
-    while rest:
-        batch = await client.receive()
-        assert batch
-        for output in batch:
-            outputs.setdefault(output.request_id, []).append(output)
-            if output.finished:
-                rest.discard(output.request_id)
-    return outputs
-
-
-def tokens_of(outputs: list[StageOutput]) -> list[int]:
-    return [token for output in outputs for token in output.token_ids]
-
-
-def text_of(outputs: list[StageOutput]) -> str:
-    return "".join(output.text for output in outputs)
-
-
-OFFLINE = """
-import json, sys
-from vllm import LLM, SamplingParams
-task = json.load(sys.stdin)
-llm = LLM(task["model"], **task["args"])
-params = SamplingParams(temperature=0, max_tokens=task["max_tokens"], ignore_eos=True)
-outputs = llm.generate([{"prompt_token_ids": ids} for ids in task["prompts"]], params, use_tqdm=False)
-print()
-print(json.dumps([[output.outputs[0].token_ids, output.outputs[0].text] for output in outputs]))
-"""
-
-
 @pytest.fixture(scope="session")
 def reference(tiny_model: Path) -> list[tuple[list[int], str]]:
     """What vLLM's own offline LLM answers to PROMPTS: tokens and text."""
-    task = {"model": str(tiny_model), "args": ENGINE_ARGS, "max_tokens": TOKENS, "prompts": PROMPTS}
-    env = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", OFFLINE],
-        input=json.dumps(task),
-        env={**os.environ, **env},
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=300,
-    )
-    return [(tokens, text) for tokens, text in json.loads(done.stdout.splitlines()[-1])]
+    return [completions[0] for completions in offline(tiny_model)[0]]
 
 
 # -- generating
@@ -178,8 +70,8 @@ def test_a_hundred_greedy_answers_equal_those_of_the_offline_llm_on_both_paths(e
                 assert mine[-1].finish_reason == "length"
                 assert [output.prompt_tokens for output in mine] == [len(PROMPTS[index])] + [0] * (len(mine) - 1)
         assert (client.statistics().running, client.statistics().waiting) == (0, 0)
-        assert not client._processor.request_states
-        assert not client._processor.external_req_ids
+        assert not client._work._processor.request_states
+        assert not client._work._processor.external_req_ids
 
     engines.run(body)
 
@@ -304,12 +196,8 @@ def test_bad_inputs_are_refused_with_numbers_and_leave_nothing_behind(engines):
             with pytest.raises(InvalidRequest, match=message) as caught:
                 await submit(client, "bad", given, params)
             assert (caught.value.stage, caught.value.stage_id, caught.value.replica_id) == ("thinker", 3, 0)
-        with pytest.raises(InvalidRequest, match="last=True"):
-            await client.submit(StageRequest(request_id="bad", input=StageInput(text="a"), params=params, last=False))
-        with pytest.raises(InvalidRequest, match="no updates"):
-            await client.update(StageRequest(request_id="bad", input=StageInput(text="a"), params=params))
-        assert not client._requests
-        assert not client._processor.request_states
+        assert not client._work.legs
+        assert not client._work._processor.request_states
         await submit(client, "good", (1, np.int64(2)), params)
         with pytest.raises(InvalidRequest, match="at work already"):
             await submit(client, "good", (1, 2), params)
@@ -328,14 +216,14 @@ def test_bad_parameters_are_refused_before_anything_is_sent(engines):
             ({"temperature": -1}, "temperature"),
             ({"max_tokens": 2.5}, "int"),
             ({"max_tokens": 0}, "max_tokens"),
-            ({"n": 2}, "n must be 1, not 2"),
+            ({"n": 0}, "n must be at least 1"),
             ({"output_kind": 0}, "always deltas"),
             ({"dimensions": 3}, "pooling parameter"),
             ({"logprobs": 1000}, "1000"),
             ({"allowed_token_ids": [5000]}, "allowed_token_ids"),
             ({"stop": "x", "detokenize": False}, "stop"),
             ({"structured_outputs": {"regex": "[", "json": "{}"}}, "only use one kind"),
-            (SamplingParams(n=3), "n must be 1, not 3"),
+            ({"n": 3, "temperature": 0}, "greedy"),
             (PoolingParams(), "SamplingParams"),
             (17, "mapping"),
         ):
@@ -368,7 +256,7 @@ def test_an_abort_is_acknowledged_and_nothing_of_the_request_comes_out_after_it(
         while seen != {"other", "text", "raw"}:
             seen.update(output.request_id for output in await client.receive())
         # Outputs that are there already must not come out either.
-        while not client._ready:
+        while not client._work.ready:
             await trio.lowlevel.checkpoint()
         await client.abort(["text", "raw", "never heard of"])
         assert client.statistics().running + client.statistics().waiting == 1
@@ -379,7 +267,7 @@ def test_an_abort_is_acknowledged_and_nothing_of_the_request_comes_out_after_it(
         await client.abort(["other"])
         await client.abort(["other"])
         assert client.statistics().running == 0
-        assert not client._processor.request_states
+        assert not client._work._processor.request_states
 
     engines.run(body)
 
@@ -410,8 +298,8 @@ def test_a_cancelled_abort_still_holds_and_a_cancelled_submission_leaves_nothing
                 scope.cancel()
                 await submit(client, "b", StageInput(text=text), greedy(client))
             assert scope.cancelled_caught
-        assert not client._requests
-        assert not client._processor.request_states
+        assert not client._work.legs
+        assert not client._work._processor.request_states
         await submit(client, "c", PROMPTS[0], greedy(client, 4))
         assert set(await collect(client, "c")) == {"c"}
 
@@ -444,8 +332,8 @@ def test_workers_and_the_engine_core_can_be_called(engines):
         for method, args, kwargs, message in (
             ("no_such_method", (), {}, "no_such_method"),
             ("engine.no_such_method", (), {}, "no attribute"),
-            ("engine.reset_prefix_cache", (1, 2, 3, 4, 5), {}, "engine.reset_prefix_cache"),
-            ("engine.is_sleeping", (), {"a": 1}, "positional"),
+            ("engine.reset_prefix_cache", (1, 2, 3, 4, 5), {}, "takes from 0 to 2 positional"),
+            ("engine.is_sleeping", (), {"a": 1}, "unexpected keyword"),
             ("engine._send_engine_dead", (), {}, "begin with '_'"),
             ("get_model", (), {}, "never speaks again"),
             ("get_kv_cache_spec", (), {}, "never speaks again"),
@@ -471,24 +359,31 @@ def test_workers_and_the_engine_core_can_be_called(engines):
 def test_an_error_in_one_requests_processing_or_message_ends_that_request_alone(engines):
     async def body(client):
         params = greedy(client, 64)
-        for request_id in ("good", "bad text", "bad bytes"):
-            await submit(client, request_id, PROMPTS[0], params)
-        process = client._processor.process_outputs
+        for request_id in ("good", "bad text", "bad bytes", "bad raw"):
+            await submit(client, request_id, PROMPTS[0], params, want_text=request_id != "bad raw")
+        process = client._work._processor.process_outputs
 
-        def process_outputs(outputs: list[Any]) -> Any:
-            if outputs[0].request_id == "bad text":
-                raise RuntimeError("no such character")
-            return process(outputs)
+        def process_outputs(outputs: Iterable[Any]) -> Any:
+            def checked() -> Iterator[Any]:
+                for output in outputs:
+                    if output.request_id == "bad text":
+                        raise RuntimeError("no such character")
+                    yield output
 
-        client._processor.process_outputs = process_outputs
+            return process(checked())
+
+        client._work._processor.process_outputs = process_outputs
         # A message as the engine would send it, in which one output has a string for tokens.
         client._take(messages([["bad bytes", "?"], ["good", []]]))
-        outputs = await collect(client, "good", "bad text", "bad bytes")
+        # What can not happen, as far as anybody knows.
+        client._work.take([SimpleNamespace(request_id="bad raw", finish_reason=None)])
+        outputs = await collect(client, "good", "bad text", "bad bytes", "bad raw")
+        assert "could not be read" in outputs["bad raw"][-1].error
         assert "no such character" in outputs["bad text"][-1].error
         assert "could not be decoded" in outputs["bad bytes"][-1].error
         assert outputs["good"][-1].finish_reason == "length"
         assert outputs["good"][-1].error is None
-        assert not client._processor.request_states
+        assert not client._work._processor.request_states
         await submit(client, "next", PROMPTS[1], greedy(client, 4))
         await collect(client, "next")
         assert client.statistics().extra["engine_running"] == 0
@@ -620,178 +515,6 @@ def test_a_busy_and_an_idle_engine_are_left_alone_by_the_probe(engines):
     engines.run(body, probe_interval=0.2, probe_timeout=60)
 
 
-# -- start and end
-
-
-def test_two_engines_start_side_by_side_and_share_a_frontend(engines):
-    stage = engines.stage(replicas=2)
-    phases: list[tuple[int, str]] = []
-
-    async def main() -> None:
-        async with open_launcher(zygote=engines.zygote) as launcher:
-            factory = vllm_client_factory(launcher)
-            clients: dict[int, Any] = {}
-            up = trio.Event()
-
-            async def open_one(replica_id: int) -> None:
-                report = lambda phase: phases.append((replica_id, phase))  # noqa: E731
-                async with factory(context(stage, replica_id, report)) as client:
-                    clients[replica_id] = client
-                    if len(clients) == 2:
-                        up.set()
-                    await up.wait()
-                    await submit(client, f"of {replica_id}", PROMPTS[replica_id], greedy(client))
-                    outputs = await collect(client, f"of {replica_id}")
-                    assert list(outputs) == [f"of {replica_id}"]
-
-            begun = time.perf_counter()
-            with trio.fail_after(60):
-                async with trio.open_nursery() as nursery:
-                    nursery.start_soon(open_one, 0)
-                    nursery.start_soon(open_one, 1)
-                    await up.wait()
-                    print(f"two engines ready after {time.perf_counter() - begun:.2f} s")
-            assert clients[0]._frontend is clients[1]._frontend
-
-    trio.run(main)
-    for replica_id in (0, 1):
-        assert [phase for r, phase in phases if r == replica_id] == ["spawn", "handshake", "load", "ready"]
-
-
-@pytest.mark.parametrize("phase", ["spawn", "handshake", "load"])
-def test_a_start_is_cancelled_at_once_in_every_phase(engines, phase):
-    async def main() -> None:
-        async with open_launcher(zygote=engines.zygote) as launcher:
-            factory = vllm_client_factory(launcher)
-            with trio.CancelScope() as scope:
-
-                def report(name: str) -> None:
-                    if name == phase:
-                        scope.cancel()
-
-                async with factory(context(engines.stage(), report=report)):
-                    pytest.fail("it started")
-            assert scope.cancelled_caught
-            assert list(launcher.directory.iterdir()) == []
-
-    with_limit(main, 5)
-
-
-def with_limit(main: Callable[[], Awaitable[None]], seconds: float) -> None:
-    async def limited() -> None:
-        with trio.fail_after(seconds):
-            await main()
-
-    trio.run(limited)
-
-
-def test_a_start_that_takes_too_long_fails(engines):
-    error = engines.fails_to_start(start_timeout=0.05)
-    assert "start_timeout = 0.05" in str(error)
-    assert error.phase in ("spawn", "handshake", "load")
-
-
-def test_a_missing_model_is_named(engines):
-    error = engines.fails_to_start(model="/no/such/model")
-    assert (error.stage, error.stage_id, error.replica_id) == ("thinker", 3, 0)
-    assert "/no/such/model" in error.message
-    assert error.phase == "config"
-    assert isinstance(error.__cause__, ConfigError)
-
-
-def test_an_unknown_engine_argument_is_named_with_the_nearest(engines):
-    error = engines.fails_to_start(engine_args={"max_modl_len": 10})
-    assert "no engine argument 'max_modl_len'; did you mean 'max_model_len'?" in error.message
-    assert isinstance(error.__cause__, ConfigError)
-    assert error.__cause__.key == "stages.thinker.engine_args.max_modl_len"
-
-
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        ({"dtype": "float17"}, "float17"),
-        ({"max_model_len": 1_000_000}, "1000000|4096"),
-        ({"data_parallel_size": 2}, "replicas"),
-        ({"runner": "pooling"}, "runner: 'pooling' is not for stages of kind 'llm'"),
-        ({"hf_overrides": {1: object()}}, "hf_overrides"),
-    ],
-)
-def test_a_bad_value_is_named(engines, args, message):
-    error = engines.fails_to_start(engine_args=args)
-    assert error.phase == "config"
-    assert re.search(message, error.message), error.message
-
-
-def test_a_stages_own_bad_parameters_fail_its_start(engines):
-    error = engines.fails_to_start(sampling={"temprature": 0})
-    assert error.message.startswith("stages.thinker.sampling: ")
-    assert "did you mean 'temperature'" in error.message
-
-
-def test_weights_that_do_not_fit_fail_the_load_with_their_error_and_log(engines, tmp_path):
-    broken_model = tmp_path / "broken"
-    shutil.copytree(engines.model, broken_model)
-    (broken_model / "model.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0nonsense")
-    error = engines.fails_to_start(model=str(broken_model))
-    assert error.phase == "load"
-    assert "safetensor" in error.message.lower() or "header" in error.message.lower()
-    assert "SafetensorError" in error.log_tail
-
-
-def test_an_engine_that_is_killed_while_it_loads_fails_the_start(engines):
-    stage = engines.stage()
-
-    async def main() -> None:
-        async with open_launcher(zygote=engines.zygote) as launcher:
-
-            def report(phase: str) -> None:
-                if phase == "load":
-                    (child,) = launcher._children.values()
-                    child.signal(signal.SIGKILL)
-
-            async with vllm_client_factory(launcher)(context(stage, report=report)):
-                pytest.fail("it started")
-
-    with pytest.raises(StartupFailed, match="SIGKILL") as caught:
-        with_limit(main, 20)
-    assert caught.value.phase == "load"
-
-
-def test_the_bodys_own_error_comes_out_as_it_is_and_nothing_is_left_behind(engines):
-    before = set(os.listdir("/dev/shm"))
-    seen: list[int] = []
-    directories: list[Path] = []
-
-    async def main() -> None:
-        async with open_launcher(zygote=engines.zygote) as launcher:
-            directories.append(launcher.directory)
-            async with vllm_client_factory(launcher)(context(engines.stage())) as client:
-                seen.append(client.statistics().pid)
-                await submit(client, "a", PROMPTS[0], greedy(client, 900))
-                raise KeyError("mine")
-
-    with pytest.raises(KeyError, match="mine"):
-        with_limit(main, 20)
-    assert not Path(f"/proc/{seen[0]}").exists()
-    assert not directories[0].exists()
-    assert set(os.listdir("/dev/shm")) <= before
-
-
-def test_a_closed_client_says_so(engines):
-    kept: list[Any] = []
-
-    async def body(client):
-        kept.append(client)
-
-    engines.run(body)
-
-    async def main() -> None:
-        with pytest.raises(EngineDied, match="closed"):
-            await kept[0].receive()
-
-    trio.run(main)
-
-
 # -- pooling
 
 
@@ -824,5 +547,11 @@ def test_a_pooling_stage_embeds(engines):
             with pytest.raises(InvalidRequest, match=message):
                 client.resolve_params(params)
         await client.abort(["each"])
+        transfer = KvTransfer(role="prefill", transfer_id="x")
+        for fields, message in (({"last": False}, "last=True"), ({"kv_transfer": transfer}, "no KV cache")):
+            with pytest.raises(InvalidRequest, match=message):
+                await client.submit(StageRequest(request_id="s", input=StageInput(text="a"), **fields))
+        with pytest.raises(InvalidRequest, match="no updates"):
+            await client.update(StageRequest(request_id="s", input=StageInput(text="a")))
 
     engines.run(body, kind="pooling", engine_args={"convert": "embed"})

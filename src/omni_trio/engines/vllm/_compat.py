@@ -7,8 +7,10 @@ vLLM 0.32.0; the names and signatures used here are the same from 0.20 to 0.33.
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -23,16 +25,19 @@ from ._version import HINT, TESTED, installed_version
 _VERSION = installed_version()
 
 try:
+    from vllm.config import KVTransferConfig
     from vllm.engine.arg_utils import EngineArgs
     from vllm.inputs.engine import embeds_input, tokens_input
+    from vllm.lora.request import LoRARequest
     from vllm.pooling_params import PoolingParams
     from vllm.renderers.inputs.preprocess import parse_model_prompt
     from vllm.renderers.params import ChatParams
     from vllm.sampling_params import RequestOutputKind, SamplingParams
     from vllm.usage.usage_lib import UsageContext
-    from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+    from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
     from vllm.v1.engine.input_processor import InputProcessor
     from vllm.v1.engine.output_processor import OutputProcessor
+    from vllm.v1.engine.parallel_sampling import ParentRequest
     from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 except ImportError as error:
     raise OmniTrioError(
@@ -49,11 +54,15 @@ __all__ = [
     "decode_outputs_one_by_one",
     "encode",
     "engine_config",
+    "fan_out",
+    "lora_request",
     "make_sampling_params",
     "new_output_processor",
     "normalised",
     "public_fields",
+    "releasing_request",
     "run_engine_core",
+    "silent",
     "validate_params",
     "visible_devices",
 ]
@@ -98,7 +107,21 @@ def engine_config(args: Mapping[str, Any]) -> Any:
         Exception: whatever vLLM raises about the values.
     """
     check_engine_args(args)
+    if isinstance(transfer := args.get("kv_transfer_config"), Mapping):
+        # EngineArgs takes plain data for most of its configs, not for this one.
+        args = {**args, "kv_transfer_config": _kv_transfer_config(transfer)}
     return EngineArgs(**args).create_engine_config(UsageContext.ENGINE_CONTEXT)
+
+
+def _kv_transfer_config(values: Mapping[str, Any]) -> Any:
+    known = list(KVTransferConfig.__dataclass_fields__)
+    for name in values:
+        if name not in known:
+            raise BadEngineArgs(
+                f"vLLM {_VERSION} has no setting {name!r} in kv_transfer_config{nearest(name, known)}",
+                f"kv_transfer_config.{name}",
+            )
+    return KVTransferConfig(**values)
 
 
 @contextlib.contextmanager
@@ -161,6 +184,12 @@ class Frontend:
         return bool(self.config.model_config.enable_prompt_embeds)
 
     @property
+    def connector(self) -> str | None:
+        """The name of what hands KV caches from engine to engine, if there is one."""
+        config = self.config.kv_transfer_config
+        return None if config is None else config.kv_connector
+
+    @property
     def has_priorities(self) -> bool:
         """Whether the scheduler looks at priorities; it refuses them otherwise."""
         return bool(self.config.scheduler_config.policy == "priority")
@@ -205,14 +234,31 @@ class Frontend:
         return embeds_input(tensor)
 
     def request(
-        self, request_id: str, prompt: Any, params: Any, supported_tasks: tuple[str, ...], priority: int
+        self,
+        request_id: str,
+        prompt: Any,
+        params: Any,
+        supported_tasks: tuple[str, ...],
+        *,
+        priority: int = 0,
+        resumable: bool = False,
     ) -> Any:
         """Validate a rendered prompt with its parameters and make the engine's request of it.
+
+        Args:
+            request_id: the request's.
+            prompt: what one of the ``render`` methods made.
+            params: SamplingParams or PoolingParams; not changed.
+            supported_tasks: the engine's.
+            priority: lower is sooner.
+            resumable: whether the engine keeps the request for more input after it has answered this one.
 
         Raises:
             Exception: what vLLM raises about prompt and parameters, mostly ValueError.
         """
-        request = self.processor.process_inputs(request_id, prompt, params, supported_tasks, priority=priority)
+        request = self.processor.process_inputs(
+            request_id, prompt, params, supported_tasks, priority=priority, resumable=resumable
+        )
         # vLLM appends random letters to make ids unique; ours already are.
         request.external_req_id = request.request_id
         return request
@@ -222,6 +268,61 @@ class Frontend:
         shutdown = getattr(self.processor.renderer, "shutdown", None)
         if shutdown is not None:
             shutdown()
+
+
+def fan_out(request: Any) -> list[Any]:
+    """Return the engine's requests that one with n > 1 in its SamplingParams stands for: as vLLM's own, seeds too."""
+    parent = ParentRequest(request)
+    children = []
+    for index in range(request.sampling_params.n):
+        child = copy.copy(request)
+        child.request_id, child.sampling_params = parent.get_child_info(index)
+        child.external_req_id = child.request_id
+        children.append(child)
+    return children
+
+
+def silent(params: Any) -> Any:
+    """Return SamplingParams that have the engine do no more than prefill: it can not sample less than one token."""
+    mine = params.clone()
+    mine.max_tokens = 1
+    mine.min_tokens = 0
+    mine.logprobs = None
+    return mine
+
+
+def releasing_request(request_id: str, params: Any) -> Any:
+    """Return a request that ends as soon as the engine has it, for its connector to let go of a KV cache.
+
+    None where this vLLM has no such thing; there what is held expires by itself.
+    """
+    if "abort_immediately" not in EngineCoreRequest.__struct_fields__:
+        return None
+    return EngineCoreRequest(
+        request_id=request_id,
+        prompt_token_ids=[0],
+        mm_features=None,
+        sampling_params=params,
+        pooling_params=None,
+        arrival_time=time.time(),
+        lora_request=None,
+        cache_salt=None,
+        data_parallel_rank=None,
+        abort_immediately=True,
+    )
+
+
+def lora_request(lora_name: Any, lora_int_id: Any, lora_path: Any) -> Any:
+    """Make what the engine calls a LoRA adapter.
+
+    Raises:
+        ValueError: something is missing.
+    """
+    if not isinstance(lora_int_id, int) or lora_int_id < 1:
+        raise ValueError(f"lora_int_id must be a whole number from 1, not {lora_int_id!r}")
+    if not lora_path or not isinstance(lora_path, str):
+        raise ValueError(f"lora_path must be the adapter's folder, not {lora_path!r}")
+    return LoRARequest(lora_name=str(lora_name), lora_int_id=lora_int_id, lora_path=lora_path)
 
 
 def new_output_processor(frontend: Frontend) -> Any:
@@ -258,11 +359,11 @@ def normalised(params: Any) -> Any:
     Raises:
         Exception: mostly msgspec.ValidationError.
     """
-    copy = params.clone()
-    if isinstance(copy, SamplingParams):
-        copy.output_kind = RequestOutputKind.DELTA
-    decoded = MsgpackDecoder(type(copy)).decode(MsgpackEncoder().encode(copy))
-    if isinstance(copy, SamplingParams):
+    mine = params.clone()
+    if isinstance(mine, SamplingParams):
+        mine.output_kind = RequestOutputKind.DELTA
+    decoded = MsgpackDecoder(type(mine)).decode(MsgpackEncoder().encode(mine))
+    if isinstance(mine, SamplingParams):
         # It is ours, and vLLM only adds the model's own end tokens to it: a flat copy per request will do.
         decoded.skip_clone = True
     return decoded

@@ -6,6 +6,7 @@ synchronous pass per engine step; requests, aborts and calls are sent without wa
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import signal
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -22,11 +23,15 @@ from omni_trio.pipeline import StageSpec
 from omni_trio.stages import ClientStatistics, ReplicaContext
 
 from . import _compat
-from ._inputs import Rendering, plan_rendering
-from ._outputs import Leg, failed, from_core_output, from_pooling_output, from_request_output
+from ._calls import METHODS, nearest_method, plan_call, read_result
+from ._inputs import Rendering, is_empty, plan_rendering
+from ._kv import decode_params, describe_source, prefill_params, remote_cached_tokens, unpaired
+from ._legs import Leg
 from ._params import ParameterResolver, needs_detokenizer
+from ._sessions import Piece, Session, unsegmented
 from ._text import describe
-from ._wire import ABORT, ADD, DEAD, UTILITY, Wire
+from ._wire import ADD, DEAD, UTILITY, Wire
+from ._work import Work
 
 __all__ = ["VllmClient", "connect"]
 
@@ -38,9 +43,6 @@ _LAST_WORDS: Final = 0.5
 
 _THREADS: Final = 2
 """Worker threads that one client renders prompts in; vLLM keeps as many copies of the tokenizer."""
-
-_MUTING: Final = frozenset(("get_model", "get_kv_cache_spec"))
-"""Worker methods whose results vLLM's encoder can not encode: its output thread dies, and the engine is mute."""
 
 _NO_ID: Final = 0
 """The id of the one call that is made before there is a client."""
@@ -107,19 +109,18 @@ class VllmClient:
             defaults=self._stage.sampling,
             tasks=tasks,
             validate=lambda params: _compat.validate_params(frontend, params, tasks),
+            paired=self._stage.role is not None,
         )
-        self._processor = _compat.new_output_processor(frontend)
-        self._requests: dict[str, Leg] = {}
+        self._probe = Probe(self._stage.probe_interval, self._stage.probe_timeout)
+        self._work = Work(_compat.new_output_processor(frontend), wire.send, lambda busy: self._probe.work(busy=busy))
         self._aborting: set[str] = set()
-        self._ready: list[StageOutput] = []
         self._wake: trio.Event | None = None
         self._calls: dict[int, _Call] = {}
         self._call_ids = itertools.count(_NO_ID + 1)
         self._in_order = trio.Lock()
         self._threads = trio.CapacityLimiter(_THREADS)
         self._stats: Any = None
-        self._prefix_queries = self._prefix_hits = 0
-        self._probe = Probe(self._stage.probe_interval, self._stage.probe_timeout)
+        self._prefix_queries = self._prefix_hits = self._external_hits = 0
         self._death: _Death | None = None
         self._serving = trio.CancelScope()
 
@@ -132,33 +133,44 @@ class VllmClient:
     async def submit(self, request: StageRequest) -> None:
         """See `StageClient.submit`."""
         self._check_alive()
-        if not request.last:
-            raise self._invalid("the stage takes its input as a whole: send it with last=True")
-        if request.request_id in self._requests:
+        if request.request_id in self._work.legs:
             raise self._invalid(f"a request with the id {request.request_id!r} is at work already")
-        try:
-            rendering = plan_rendering(self._stage, request.input)
-        except ValueError as error:
-            raise self._invalid(str(error)) from error
-        if rendering.in_order:
-            async with self._in_order:
-                await self._render_and_send(request, rendering)
-        else:
-            await self._render_and_send(request, rendering)
+        params = self._params_of(request, None)
+        leg: Leg | None = None
+        if not request.last:
+            leg = Leg(
+                request.request_id,
+                raw=True,
+                session=Session(self._frontend.max_model_len),
+                params=params,
+            )
+        await self._hand_over(request, params, leg)
 
     async def update(self, request: StageRequest) -> None:
-        """See `StageClient.update`: these stages take no updates."""
-        await trio.lowlevel.checkpoint()
-        raise self._invalid("the stage takes its input as a whole and no updates", request_id=request.request_id)
+        """See `StageClient.update`. Input that comes before the engine has answered what it has waits its turn here.
+
+        The tokens of all segments make up the answer, but the last one of each segment is not part of what the engine
+        goes on from: that is vLLM's way with such requests.
+        """
+        self._check_alive()
+        if self._pooling:
+            raise self._invalid("the stage takes its input as a whole and no updates")
+        leg = self._work.legs.get(request.request_id)
+        if leg is None:
+            await trio.lowlevel.checkpoint()
+            return
+        if leg.session is None or leg.session.closed:
+            raise self._invalid("the request has had its last input already")
+        await self._hand_over(request, self._params_of(request, leg.params), leg)
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         """See `StageClient.abort`. Takes effect even where the wait for the acknowledgement is cancelled."""
         self._check_alive()
         ids = set(request_ids)
-        self._ready = [output for output in self._ready if output.request_id not in ids]
-        known = [request_id for request_id in request_ids if request_id in self._requests]
+        self._work.ready = [output for output in self._work.ready if output.request_id not in ids]
+        known = [request_id for request_id in ids if request_id in self._work.legs]
         if known:
-            self._let_go(known)
+            self._work.let_go(known)
             self._aborting.update(known)
         elif ids.isdisjoint(self._aborting):
             await trio.lowlevel.checkpoint()
@@ -169,59 +181,72 @@ class VllmClient:
         finally:
             self._aborting.difference_update(known)
 
+    async def release_kv(self, request: StageRequest) -> None:
+        """See `ReleasesKv.release_kv`. Where vLLM is older than 0.22, what is held expires by itself."""
+        self._check_alive()
+        transfer = request.kv_transfer
+        if transfer is not None and transfer.role == "decode" and transfer.params is not None:
+            params = self._resolver.resolve(None) if request.params is None else request.params
+            # Where the prefill has told too little to fetch its KV cache, nobody can be told to drop it either.
+            with contextlib.suppress(ValueError):
+                params = decode_params(params, transfer, self._frontend.connector)
+                if (core := _compat.releasing_request(request.request_id, params)) is not None:
+                    self._wire.send(ADD, _compat.encode(core))
+        await trio.lowlevel.checkpoint()
+
     async def receive(self) -> Sequence[StageOutput]:
         """See `StageClient.receive`."""
-        if self._ready:
+        work = self._work
+        if work.ready:
             await trio.lowlevel.checkpoint()
-        while not self._ready:
+        while not work.ready:
             self._check_alive()
             self._wake = trio.Event()
             await self._wake.wait()
-        outputs, self._ready = self._ready, []
+        outputs, work.ready = work.ready, []
         return outputs
 
     async def call(self, method: str, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
-        """Call a method of every worker of the engine, or of the engine core itself.
+        """Call a method of the engine core, or of every worker of the engine.
 
         A call that takes longer than the stage's `probe_interval` and `probe_timeout` together, while requests
         are at work, looks like an engine that no longer answers.
 
         Args:
-            method: a worker's method (``check_health``), or an engine core's after ``engine.``
-                (``engine.reset_prefix_cache``).
+            method: one of ``add_lora``, ``remove_lora``, ``pin_lora``, ``list_loras``, ``profile``, ``sleep``,
+                ``wake_up``, ``is_sleeping``, ``pause_scheduler``, ``resume_scheduler``, ``is_scheduler_paused``,
+                ``reset_prefix_cache``, ``reset_mm_cache``, ``reset_encoder_cache``, ``set_weight_version``,
+                ``get_weight_version``; another method of the engine core after ``engine.``; or a worker's
+                (``check_health``).
             args: positional arguments: plain data, arrays, tensors.
-            kwargs: keyword arguments; workers' methods only.
+            kwargs: keyword arguments; not with ``engine.`` methods other than those listed.
 
         Returns:
-            A list with one result per worker; for ``engine.`` the result itself.
+            The result itself; for workers' methods a list with one result per worker.
 
         Raises:
             StageFailed: the method raised, there is none, or its result can not be sent.
             EngineDied: the engine is dead, or died before it answered.
         """
         self._check_alive()
-        if method.startswith("engine."):
-            name, arguments = method.removeprefix("engine."), tuple(args)
-            if kwargs:
-                raise self._call_failed(method, "methods of the engine core take positional arguments only")
-            worker_method = arguments[0] if name == "collective_rpc" and arguments else None
-        else:
-            name, arguments = "collective_rpc", (method, None, tuple(args), dict(kwargs or {}))
-            worker_method = method
-        if name.startswith("_"):
-            raise self._call_failed(method, "methods whose names begin with '_' are not to be called")
-        if worker_method in _MUTING:
-            raise self._call_failed(
-                method, "its result can not be sent between processes, and an engine that tries never speaks again"
-            )
+        try:
+            name, arguments = plan_call(method, args, kwargs or {})
+        except ValueError as error:
+            raise self._call_failed(method, str(error)) from error
         answer = await self._ask(name, *arguments)
         if answer.failure is not None:
-            raise self._call_failed(method, answer.failure)
-        return answer.result
+            raise self._call_failed(method, f"{answer.failure}{nearest_method(method)}")
+        return read_result(method, answer.result)
+
+    @property
+    def methods(self) -> frozenset[str]:
+        """See `Operable.methods`."""
+        return METHODS
 
     def statistics(self) -> ClientStatistics:
         """See `StageClient.statistics`; `extra` has the scheduler's own counts and the caches' state."""
-        in_flight = len(self._requests)
+        # Requests, not completions of them; a session that waits for input is neither running nor waiting.
+        in_flight = self._work.active
         stats = self._stats
         if stats is None:
             running = 0 if not in_flight else -1
@@ -238,6 +263,7 @@ class VllmClient:
                 "kv_cache_usage": stats.kv_cache_usage,
                 "prefix_cache_queries": self._prefix_queries,
                 "prefix_cache_hits": self._prefix_hits,
+                "external_cache_hits": self._external_hits,
             },
         )
 
@@ -266,8 +292,7 @@ class VllmClient:
         """End the engine: politely at first, then by force. The caller bounds the time."""
         self._serving.cancel("the client is being closed")
         if self._death is None:
-            if self._requests:
-                self._let_go(list(self._requests))
+            self._work.let_go(list(self._work.legs))
             self._fall("the client is closed")
             await self._child.stop(kill_after=min(_GRACE, 0.6 * self._context.close_timeout))
 
@@ -286,15 +311,14 @@ class VllmClient:
         await self._probe.until_mute(lambda: self._ask("is_sleeping"))
         return (
             f"the engine no longer answers: nothing came for {self._probe.patience:g} s (probe_interval + "
-            f"probe_timeout) while {len(self._requests)} requests were at work; it was killed"
+            f"probe_timeout) while {self._work.active} requests were at work; it was killed"
         )
 
     def _fall(self, message: str) -> None:
         """Tell everybody who waits that there is no engine any more."""
         if self._death is None:
             self._death = _Death(message, self._child.returncode, self._child.log_tail())
-        self._requests.clear()
-        self._probe.work(busy=False)
+        self._work.clear()
         for call in self._calls.values():
             call.answered.set()
         self._wake_receiver()
@@ -312,13 +336,63 @@ class VllmClient:
 
     # -- towards the engine
 
-    async def _render_and_send(self, request: StageRequest, rendering: Rendering) -> None:
-        params = self._resolver.resolve(None) if request.params is None else request.params
+    def _params_of(self, request: StageRequest, default: Any) -> Any:
+        """Return a request's parameters, fit for how it is sent: in pieces, or as one half of a pair."""
+        params = request.params
+        if params is None:
+            params = self._resolver.resolve(None) if default is None else default
+        transfer = request.kv_transfer
+        complaint = None
+        if self._pooling:
+            if transfer is not None:
+                complaint = "a pooling stage has no KV cache to hand over or take over"
+            elif not request.last:
+                complaint = "the stage takes its input as a whole: send it with last=True"
+        elif transfer is not None:
+            complaint = unpaired(params) if request.last else "a prefill/decode pair takes its input with last=True"
+        elif not request.last or default is not None:
+            complaint = unsegmented(params)
+        if complaint is not None:
+            raise self._invalid(complaint)
+        return params
+
+    async def _hand_over(self, request: StageRequest, params: Any, leg: Leg | None) -> None:
+        """Make the engine's request of an input and send it; `leg` is the session that it belongs to."""
+        new = request.request_id not in self._work.legs
+        if leg is not None and is_empty(request.input):
+            await trio.lowlevel.checkpoint()
+            self._give(request, leg, None, new=new)
+            return
+        try:
+            rendering = plan_rendering(self._stage, request.input)
+        except ValueError as error:
+            raise self._invalid(str(error)) from error
+        if rendering.in_order:
+            async with self._in_order:
+                await self._render_and_send(request, params, rendering, leg, new=new)
+        else:
+            await self._render_and_send(request, params, rendering, leg, new=new)
+
+    async def _render_and_send(
+        self, request: StageRequest, params: Any, rendering: Rendering, leg: Leg | None, *, new: bool
+    ) -> None:
         priority = request.priority if self._frontend.has_priorities else 0
+        transfer = request.kv_transfer
 
         def render() -> Any:
-            prompt = rendering.render(self._frontend)
-            return self._frontend.request(request.request_id, prompt, params, self._tasks, priority)
+            mine = params
+            if transfer is not None and transfer.role == "prefill":
+                mine = prefill_params(params, transfer)
+            elif transfer is not None:
+                mine = decode_params(params, transfer, self._frontend.connector)
+            return self._frontend.request(
+                request.request_id,
+                rendering.render(self._frontend),
+                mine,
+                self._tasks,
+                priority=priority,
+                resumable=leg is not None,
+            )
 
         try:
             if rendering.in_thread:
@@ -330,33 +404,63 @@ class VllmClient:
             else:
                 await trio.lowlevel.checkpoint()
                 core = render()
-            # No more waiting from here on: a cancelled submission has left nothing behind.
-            frames = _compat.encode(core)
         except Exception as error:
             raise self._invalid(describe(error)) from error
+        # No more waiting from here on: a cancelled submission has left nothing behind.
         self._check_alive()
+        if leg is not None:
+            self._give(request, leg, core, new=new)
+        else:
+            self._begin(request, params, core)
+
+    def _begin(self, request: StageRequest, params: Any, core: Any) -> None:
+        cores = [core] if self._pooling or params.n == 1 else _compat.fan_out(core)
+        transfer = request.kv_transfer
+        source = transfer if transfer is not None and transfer.role == "decode" else None
         leg = Leg(
-            raw=not (request.want_text or self._pooling or needs_detokenizer(params)),
+            request.request_id,
+            [each.request_id for each in cores],
+            raw=not (request.want_text or self._pooling or needs_detokenizer(core.sampling_params)),
             task=params.task if self._pooling else None,
             prompt_tokens=_compat.prompt_length(core),
+            source=None if source is None else describe_source(source),
+            remote_cached_tokens=None if source is None else remote_cached_tokens(source),
         )
-        if not leg.raw:
-            self._processor.add_request(core, None)
-        self._requests[request.request_id] = leg
-        self._wire.send(ADD, frames)
-        self._probe.work(busy=True)
+        self._check_free(leg)
+        try:
+            self._work.begin(leg, cores)
+        except Exception as error:
+            raise self._invalid(describe(error)) from error
 
-    def _let_go(self, request_ids: list[str]) -> None:
-        """Forget requests here and have the engine forget them."""
-        self._processor.abort_requests(request_ids, internal=True)
-        for request_id in request_ids:
-            self._forget(request_id)
-        self._wire.send(ABORT, _compat.encode(request_ids))
+    def _check_free(self, leg: Leg) -> None:
+        if self._work.has(leg.engine_ids):
+            raise self._invalid(f"the id {leg.request_id!r} is taken by another request, or by a part of one")
 
-    def _forget(self, request_id: str) -> None:
-        self._requests.pop(request_id, None)
-        if not self._requests:
-            self._probe.work(busy=False)
+    def _give(self, request: StageRequest, leg: Leg, core: Any, *, new: bool) -> None:
+        """Give a session an input, or none, and what it completes."""
+        session = leg.session
+        assert session is not None  # that is what makes it one
+        piece: Piece | None = None
+        if core is not None:
+            if core.prompt_embeds is not None:
+                raise self._invalid("a session takes no prompt embeddings")
+            piece = Piece(
+                core,
+                _compat.prompt_length(core),
+                request.segment_end or request.last,
+                raw=not (request.want_text or needs_detokenizer(core.sampling_params)),
+            )
+            if (complaint := session.complaint(piece.tokens)) is not None:
+                raise self._invalid(complaint)
+        if new:
+            self._check_free(leg)
+            self._work.begin(leg, ())
+        elif self._work.legs.get(leg.request_id) is not leg:
+            # It has ended while its input was being rendered.
+            return
+        self._work.more(leg, piece, segment_end=request.segment_end, last=request.last)
+        if self._work.ready:
+            self._wake_receiver()
 
     async def _ask(self, method: str, *args: Any) -> _Call:
         """Call a method of the engine core and wait for its answer."""
@@ -381,11 +485,10 @@ class VllmClient:
         self._probe.hear()
         if len(frames) == 1 and frames[0].buffer == DEAD:
             return False
-        aborts: list[str] = []
         try:
             message = _compat.decode_outputs(frames)
         except Exception as error:  # one bad message must not end all others' requests
-            self._take_damaged(frames, error, aborts)
+            self._take_damaged(frames, error)
         else:
             if (answer := message.utility_output) is not None:
                 self._answer(answer.call_id, answer.failure_message, answer.result)
@@ -393,60 +496,28 @@ class VllmClient:
                 self._stats = stats
                 self._prefix_queries += stats.prefix_cache_stats.queries
                 self._prefix_hits += stats.prefix_cache_stats.hits
-            for output in message.outputs:
-                self._take_output(output, aborts)
-        if aborts:
-            self._wire.send(ABORT, _compat.encode(aborts))
-        if self._ready:
+                if (connector := stats.connector_prefix_cache_stats) is not None:
+                    self._external_hits += connector.hits
+            self._work.take(message.outputs)
+        if self._work.ready:
             self._wake_receiver()
         return True
 
-    def _take_output(self, output: Any, aborts: list[str]) -> None:
-        request_id = output.request_id
-        leg = self._requests.get(request_id)
-        if leg is None:
-            # Made before the engine knew of an abort.
-            return
-        try:
-            if leg.raw:
-                self._emit(from_core_output(output, leg))
-                return
-            # One at a time, so that an error in one request's processing is that request's.
-            processed = self._processor.process_outputs([output])
-            convert = from_request_output if leg.task is None else from_pooling_output
-            for request_output in processed.request_outputs:
-                self._emit(convert(request_output, leg, output))
-            aborts += processed.reqs_to_abort
-        except Exception as error:  # whatever it is, it becomes this request's end
-            self._fail(request_id, f"its output could not be processed: {describe(error)}", aborts)
-
-    def _take_damaged(self, frames: Sequence[Any], error: Exception, aborts: list[str]) -> None:
+    def _take_damaged(self, frames: Sequence[Any], error: Exception) -> None:
         """Save what can be saved of a message that can not be decoded as a whole."""
         try:
             outputs, call_id = _compat.decode_outputs_one_by_one(frames)
         except Exception:  # the first error says what is wrong with the message
             # Nobody knows whose tokens are lost; a request that went on without them would be wrong.
-            for request_id in list(self._requests):
-                self._fail(request_id, f"a message of the engine could not be decoded: {describe(error)}", aborts)
+            self._work.fail_all(f"a message of the engine could not be decoded: {describe(error)}")
             return
-        for request_id, output in outputs:
+        for engine_id, output in outputs:
             if isinstance(output, Exception):
-                self._fail(request_id, f"its output could not be decoded: {describe(output)}", aborts)
+                self._work.fail(engine_id, f"its output could not be decoded: {describe(output)}")
             else:
-                self._take_output(output, aborts)
+                self._work.take([output])
         if call_id is not None:
             self._answer(call_id, f"its result can not be decoded: {describe(error)}", None)
-
-    def _emit(self, output: StageOutput) -> None:
-        if output.finished:
-            self._forget(output.request_id)
-        self._ready.append(output)
-
-    def _fail(self, request_id: str, text: str, aborts: list[str]) -> None:
-        if request_id in self._requests:
-            self._processor.abort_requests([request_id], internal=True)
-            aborts.append(request_id)
-            self._emit(failed(request_id, text))
 
     def _answer(self, call_id: int, failure: str | None, result: Any) -> None:
         # An answer that nobody waits for any more is late, not wrong.
@@ -462,10 +533,9 @@ class VllmClient:
 
     # -- errors
 
-    def _invalid(self, message: str, *, request_id: str | None = None) -> InvalidRequest:
+    def _invalid(self, message: str) -> InvalidRequest:
         return InvalidRequest(
             message,
-            request_id=request_id,
             stage=self._stage.name,
             stage_id=self._context.stage_id,
             replica_id=self._context.replica_id,

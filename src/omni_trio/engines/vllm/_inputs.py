@@ -14,7 +14,7 @@ from omni_trio.pipeline import StageSpec
 if TYPE_CHECKING:
     from ._compat import Frontend
 
-__all__ = ["LONG_PROMPT", "Rendering", "plan_rendering"]
+__all__ = ["LONG_PROMPT", "Rendering", "is_empty", "plan_rendering"]
 
 LONG_PROMPT = 8000
 """Characters from which a prompt is tokenized in a worker thread (a few milliseconds)."""
@@ -33,13 +33,21 @@ class Rendering:
     multimodal items on both sides have to see them in one order."""
 
 
+_FORMS = ("text", "token_ids", "messages", "embeds")
+
+
+def is_empty(stage_input: StageInput) -> bool:
+    """Whether an input has nothing in it that could be a prompt."""
+    return all(getattr(stage_input, name) is None for name in _FORMS) and not stage_input.data
+
+
 def plan_rendering(stage: StageSpec, stage_input: StageInput) -> Rendering:
     """Say how to turn an input into a prompt.
 
     Raises:
         ValueError: the input has no prompt, or several.
     """
-    given = [name for name in ("text", "token_ids", "messages", "embeds") if getattr(stage_input, name) is not None]
+    given = [name for name in _FORMS if getattr(stage_input, name) is not None]
     if len(given) != 1:
         what = f"has {' and '.join(given)}" if given else "has none of them"
         raise ValueError(f"an input needs exactly one of text, token_ids, messages and embeds; this one {what}")

@@ -10,6 +10,7 @@ from omni_trio.errors import InvalidRequest
 from omni_trio.pipeline import nearest
 
 from . import _compat
+from ._kv import unpaired
 from ._text import describe
 
 __all__ = ["ParameterResolver", "needs_detokenizer"]
@@ -26,6 +27,7 @@ class ParameterResolver:
         defaults: the stage's own parameters, under those of each request.
         tasks: what the engine says it can do, such as ``("generate",)`` or ``("embed", "token_embed")``.
         validate: checks a made object against the model; raises what vLLM raises.
+        paired: whether the stage is one half of a prefill/decode pair.
     """
 
     def __init__(
@@ -37,12 +39,14 @@ class ParameterResolver:
         defaults: Mapping[str, Any],
         tasks: Sequence[str],
         validate: Callable[[Any], None],
+        paired: bool = False,
     ) -> None:
         self._kind = kind
         self._stage = stage
         self._stage_id = stage_id
         self._tasks = tuple(tasks)
         self._validate = validate
+        self._paired = paired
         self._wanted = _compat.SamplingParams if kind == "llm" else _compat.PoolingParams
         self._other = _compat.PoolingParams if kind == "llm" else _compat.SamplingParams
         self._fields = _compat.public_fields(self._wanted)
@@ -61,7 +65,7 @@ class ParameterResolver:
         if isinstance(params, Mapping):
             return self._from_mapping({**self._defaults, **params}) if params else self._default
         if isinstance(params, self._wanted):
-            return self._from_object(params)
+            return self._finish(params)
         if isinstance(params, self._other):
             raise self._invalid(
                 f"{type(params).__name__} were given; this is {self._article} stage, which takes "
@@ -82,8 +86,6 @@ class ParameterResolver:
         for name in values:
             if name not in self._fields:
                 raise self._invalid(self._unknown(str(name)))
-        if values.get("n", 1) != 1:
-            raise self._invalid(_not_one(values["n"]))
         task = values.get("task")
         if self._kind == "pooling" and task is not None and task not in self._tasks:
             raise self._invalid(f"the engine has no task {task!r}; it has: {', '.join(self._tasks)}")
@@ -91,11 +93,6 @@ class ParameterResolver:
             params = _compat.make_sampling_params(values) if self._kind == "llm" else self._wanted(**values)
         except Exception as error:
             raise self._wrapped(error) from error
-        return self._finish(params)
-
-    def _from_object(self, params: Any) -> Any:
-        if self._kind == "llm" and params.n != 1:
-            raise self._invalid(_not_one(params.n))
         return self._finish(params)
 
     def _finish(self, params: Any) -> Any:
@@ -106,6 +103,8 @@ class ParameterResolver:
             self._validate(params)
         except Exception as error:
             raise self._wrapped(error) from error
+        if self._paired and (complaint := unpaired(params)) is not None:
+            raise self._invalid(f"bad {_KINDS[self._kind]} parameters: {complaint}")
         return params
 
     def _wrapped(self, error: Exception) -> InvalidRequest:
@@ -126,10 +125,6 @@ class ParameterResolver:
         if name == "output_kind":
             return "'output_kind' can not be set: outputs are always deltas"
         return f"no {what} parameter is called {name!r}{nearest(name, self._fields)}"
-
-
-def _not_one(n: Any) -> str:
-    return f"n must be 1, not {n!r}: one request has one answer per stage; make {n!r} requests for as many answers"
 
 
 def needs_detokenizer(params: Any) -> bool:

@@ -742,9 +742,9 @@ def test_collective_rpc_asks_all_at_the_same_time_and_labels_each_answer():
                 ("b", 0, [1, 2]),
             ]
             start = trio.current_time()
-            await runtime.collective_rpc("sleep", (5,), stages=["a"])
+            await runtime.collective_rpc("wait", (5,), stages=["a"])
             assert trio.current_time() - start == 5
-            late, missing = await runtime.collective_rpc("sleep", (50,), timeout=3, stages=["a"])
+            late, missing = await runtime.collective_rpc("wait", (50,), timeout=3, stages=["a"])
             assert "within 3 s" in str(late.error)
             assert isinstance(missing.error, StageFailed)
             (unknown,) = await runtime.collective_rpc("nonsense", stages=["b"])

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from omni_trio.engines.vllm import _version, installed_version
+from omni_trio.engines.vllm._calls import clears_multimodal_cache, plan_call
 from omni_trio.engines.vllm._inputs import LONG_PROMPT, plan_rendering
 from omni_trio.engines.vllm._kv import decode_params, prefill_params
 from omni_trio.engines.vllm._legs import Leg
@@ -362,3 +363,20 @@ def test_errors_are_described_without_ornaments():
     assert describe(ValidationError()) == "dtype: no such type, not 'float17'; all wrong"
     assert describe(ValueError("  plain ")) == "plain"
     assert describe(AssertionError()) == "AssertionError"
+
+
+@pytest.mark.parametrize(
+    ("method", "args", "expected"),
+    [
+        ("reset_mm_cache", (), True),
+        ("sleep", (), True),
+        ("sleep", (0,), False),
+        ("pause_scheduler", (), True),
+        ("pause_scheduler", ("keep", False), False),
+        ("reset_prefix_cache", (), False),
+        ("list_loras", (), False),
+    ],
+)
+def test_what_makes_an_engine_forget_images_makes_us_forget_that_it_has_them(method, args, expected):
+    name, arguments = plan_call(method, args, {})
+    assert clears_multimodal_cache(name, arguments) is expected

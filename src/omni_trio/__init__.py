@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ._api import open_runtime
+from ._api import open_orchestrator, open_runtime
 from .bridges import BridgeContext, Companion, ExpandContext, bridge
 from .config import load_pipeline
 from .errors import (
@@ -13,7 +13,9 @@ from .errors import (
     InvalidRequest,
     NoReplicaAvailable,
     OmniTrioError,
+    OperationFailed,
     Overloaded,
+    Paused,
     ReplicaLost,
     RequestAborted,
     RequestError,
@@ -39,8 +41,10 @@ __all__ = [
     "InvalidRequest",
     "NoReplicaAvailable",
     "OmniTrioError",
+    "OperationFailed",
     "Output",
     "Overloaded",
+    "Paused",
     "Pipeline",
     "Progress",
     "ReplicaLost",
@@ -62,6 +66,7 @@ __all__ = [
     "TraceEvent",
     "bridge",
     "load_pipeline",
+    "open_orchestrator",
     "open_runtime",
 ]
 

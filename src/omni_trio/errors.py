@@ -4,6 +4,7 @@ One small tree, by whose fault it is:
 
 * the caller's: `ConfigError`, `InvalidRequest`;
 * the load's: `Overloaded`, `NoReplicaAvailable`, `DeadlineExceeded`;
+* the operator's: `Paused`, `OperationFailed`;
 * a stage's: `StageFailed`, `BridgeFailed`, `StartupFailed`, `EngineDied`, `ReplicaLost`;
 * the end of something: `RequestAborted`, `SessionClosed`, `ShutDown`.
 
@@ -14,6 +15,7 @@ requests go on after it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, final
 
 __all__ = [
@@ -24,7 +26,9 @@ __all__ = [
     "InvalidRequest",
     "NoReplicaAvailable",
     "OmniTrioError",
+    "OperationFailed",
     "Overloaded",
+    "Paused",
     "ReplicaLost",
     "RequestAborted",
     "RequestError",
@@ -108,6 +112,19 @@ class Overloaded(RequestError):
 
     Attributes:
         retry_after: seconds after which asking again makes sense, or None where nothing is known.
+    """
+
+    def __init__(self, message: str, *, retry_after: float | None = None, request_id: str | None = None) -> None:
+        self.retry_after = retry_after
+        super().__init__(message, request_id=request_id)
+
+
+@final
+class Paused(RequestError):
+    """The runtime is paused and refuses what comes meanwhile. Ask again later.
+
+    Attributes:
+        retry_after: seconds after which asking again makes sense, as whoever paused it said, or None.
     """
 
     def __init__(self, message: str, *, retry_after: float | None = None, request_id: str | None = None) -> None:
@@ -258,3 +275,37 @@ class EngineDied(_ReplicaError):
         )
         error.__cause__ = self
         return error
+
+
+@final
+class OperationFailed(OmniTrioError):
+    """Pausing, resuming, sleeping, waking or a call to several replicas did not succeed everywhere.
+
+    What it did elsewhere stays done: `results` tells.
+
+    Attributes:
+        operation: what was asked for, such as ``pause``, ``sleep`` or ``add_lora``.
+        failures: what went wrong, one error per replica, which it names; empty where no replica is to blame.
+        results: the answers of all replicas that were asked (`omni_trio.runtime.RpcResult`), ordered by stage and
+            replica.
+        requests: the ids of the requests that it was still waiting for.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        operation: str,
+        failures: Sequence[Exception] = (),
+        results: Sequence[Any] = (),
+        requests: Sequence[str] = (),
+    ) -> None:
+        self.message = message
+        self.operation = operation
+        self.failures = tuple(failures)
+        self.results = tuple(results)
+        self.requests = tuple(requests)
+        super().__init__(message)
+
+    def __str__(self) -> str:
+        return "\n".join([f"{self.operation}: {self.message}", *(f"  - {error}" for error in self.failures)])

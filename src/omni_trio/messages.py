@@ -3,7 +3,8 @@
 These are `msgspec` structs rather than attrs classes, for two reasons: one of them is made per token and
 request (a struct is made several times faster than a frozen attrs instance), and the same classes are what
 worker processes exchange with us on the wire. All are frozen: an object handed to one request or stage is
-never changed by another (I14).
+never changed by another (I14). Most are not tracked by the garbage collector (``gc=False``): none of them can be part
+of a cycle by itself, and there is one per token.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ Prompt: TypeAlias = str | Sequence[int] | Sequence[str] | Sequence[StageInput] |
 `StageInput` is a batch, for pipelines whose first stage is of kind ``diffusion``."""
 
 
-class KvTransfer(msgspec.Struct, frozen=True, kw_only=True):
+class KvTransfer(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """What one half of a prefill/decode pair has to know of the other. Keys of `params` are those of vLLM."""
 
     role: Literal["prefill", "decode"]
@@ -72,7 +73,7 @@ class KvTransfer(msgspec.Struct, frozen=True, kw_only=True):
     its content."""
 
 
-class StageRequest(msgspec.Struct, frozen=True, kw_only=True):
+class StageRequest(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One request as one stage sees it: a new one (`StageClient.submit`) or more input (`StageClient.update`)."""
 
     request_id: str
@@ -138,7 +139,7 @@ class StageOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         return params is not None and bool(params.get("kv_ready"))
 
 
-class StageMetrics(msgspec.Struct, frozen=True, kw_only=True):
+class StageMetrics(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """What one stage's work on one request cost. All durations in milliseconds of a monotonic clock.
 
     As an event in a request's stream it tells that a stage whose outputs are not final has finished.
@@ -199,7 +200,7 @@ class StageMetrics(msgspec.Struct, frozen=True, kw_only=True):
         return self.stage_gen_time_ms / 1000 / self.audio_duration_s if self.audio_duration_s > 0 else 0.0
 
 
-class Output(msgspec.Struct, frozen=True, kw_only=True):
+class Output(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """What a final-output stage produced since the previous event of that stage: a delta.
 
     A consumer that is slower than the stage gets fewer, larger deltas: they are merged, never lost.
@@ -242,7 +243,7 @@ class Output(msgspec.Struct, frozen=True, kw_only=True):
         return self.data.get(self.modality)
 
 
-class Progress(msgspec.Struct, frozen=True, kw_only=True):
+class Progress(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """How far a stage that works in steps has come with a request. Only the newest one waits for a slow consumer."""
 
     delta: ClassVar[None] = None

@@ -16,7 +16,9 @@ Rules, beyond those of the tables (`states`):
    request itself.
 3. A stage's end is forwarded over every edge that leaves it; in a session the end of a segment as well; its other
    outputs only where the stage behind the edge wants them, and its KV cache likewise.
-4. A stage whose data comes by connector is submitted together with its source, with a placeholder.
+4. A stage whose data comes by connector is submitted together with its source, with a placeholder; in a session it
+   gets one per segment, with the first input of the segment, and its input is complete when its source's is, or when
+   its source has ended.
 5. A prefill is followed by the decode, without a bridge; where the prefill is skipped, the decode does it all.
 6. A bridge that has made no input by the end of its source fails the request: the stage behind it would wait
    for ever.
@@ -53,7 +55,7 @@ class ProtocolError(Exception):
     """A fact that can not be true: something came out of a stage that had ended, or went into it twice."""
 
 
-class Forward(msgspec.Struct, frozen=True, tag=True):
+class Forward(msgspec.Struct, frozen=True, tag=True, gc=False):
     """Run the bridge in front of `stage_id` and report with `RequestFlow.bridged`."""
 
     stage_id: int
@@ -63,7 +65,7 @@ class Forward(msgspec.Struct, frozen=True, tag=True):
     """Whether a segment of a session ends with it."""
 
 
-class Submit(msgspec.Struct, frozen=True, tag=True):
+class Submit(msgspec.Struct, frozen=True, tag=True, gc=False):
     """Hand the request to `stage_id` as a new one."""
 
     stage_id: int
@@ -73,13 +75,13 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     """With a placeholder, since the data comes by connector, instead of what the last fact brought."""
 
 
-class SubmitCompanion(msgspec.Struct, frozen=True, tag=True):
+class SubmitCompanion(msgspec.Struct, frozen=True, tag=True, gc=False):
     """Hand a companion to the first stage, on the replica that has the request itself."""
 
     role: str
 
 
-class Update(msgspec.Struct, frozen=True, tag=True):
+class Update(msgspec.Struct, frozen=True, tag=True, gc=False):
     """Hand more input to `stage_id`."""
 
     stage_id: int
@@ -88,7 +90,7 @@ class Update(msgspec.Struct, frozen=True, tag=True):
     placeholder: bool = False
 
 
-class Handoff(msgspec.Struct, frozen=True, tag=True):
+class Handoff(msgspec.Struct, frozen=True, tag=True, gc=False):
     """Hand the original prompt to the decode stage `stage_id`, and report with `RequestFlow.taken_over`."""
 
     stage_id: int
@@ -98,17 +100,17 @@ class Handoff(msgspec.Struct, frozen=True, tag=True):
     """There was no prefill; the decode stage does it all."""
 
 
-class Defer(msgspec.Struct, frozen=True, tag=True):
+class Defer(msgspec.Struct, frozen=True, tag=True, gc=False):
     """The first stage is ready to feed `stage_id`, companions are missing; report with `bundle_expired`, in time."""
 
     stage_id: int
 
 
-class Finish(msgspec.Struct, frozen=True, tag=True):
+class Finish(msgspec.Struct, frozen=True, tag=True, gc=False):
     """The request has ended well."""
 
 
-class Fail(msgspec.Struct, frozen=True, tag=True):
+class Fail(msgspec.Struct, frozen=True, tag=True, gc=False):
     """The request can not go on at `stage_id`."""
 
     stage_id: int
@@ -116,7 +118,7 @@ class Fail(msgspec.Struct, frozen=True, tag=True):
     kind: Literal["bridge", "bundle", "handoff"] = "bridge"
 
 
-class Release(msgspec.Struct, frozen=True, tag=True):
+class Release(msgspec.Struct, frozen=True, tag=True, gc=False):
     """What is left when a request is over."""
 
     stages: tuple[int, ...]
@@ -132,6 +134,11 @@ Decision: TypeAlias = Forward | Submit | SubmitCompanion | Update | Handoff | De
 _NOTHING: tuple[Decision, ...] = ()
 _AT_WORK = (LegState.OPEN, LegState.FED)
 
+# Most requests have no companions, and there are many requests: these stay empty and are shared.
+_NO_STATES: dict[str, LegState] = {}
+_NO_ROLES: dict[str, None] = {}
+_NO_STAGES: frozenset[int] = frozenset()
+
 
 class RequestFlow:
     """The state of one request. Not thread-safe, needs no lock: it is only touched from the trio thread.
@@ -145,6 +152,7 @@ class RequestFlow:
 
     __slots__ = (
         "_awaiting",
+        "_begun",
         "_companions",
         "_edges",
         "_hold",
@@ -166,11 +174,13 @@ class RequestFlow:
         self._legs = [LegState.IDLE] * len(plan.pipeline.stages)
         self._edges = [EdgeState.OPEN] * len(plan.pipeline.stages)
         """By the id of the stage that the edge leads to."""
-        self._companions = dict.fromkeys(roles, LegState.IDLE)
-        self._missing = dict.fromkeys(roles)
+        self._companions = dict.fromkeys(roles, LegState.IDLE) if roles else _NO_STATES
+        self._missing = dict.fromkeys(roles) if roles else _NO_ROLES
         self._hold = HoldState.NONE
         self._kv: Mapping[str, Any] | None = None
         self._awaiting = len(plan.needed)
+        self._begun = _NO_STAGES
+        """The stages that send by connector and are in the middle of their input, or of a segment of it."""
         self.over = False
 
     def state(self, stage_id: int) -> LegState:
@@ -191,24 +201,25 @@ class RequestFlow:
 
     def start(self, *, last: bool = True) -> Sequence[Decision]:
         """The request is admitted. `last` is False where more input of a session will follow."""
-        decisions: list[Decision] = [self._fed(0, last=last, segment_end=self._session)]
+        decisions = self._feed(0, last=last, segment_end=self._session, made_input=True)
         for role in self._companions:
             self._move_companion(role, LegFact.FEED_LAST)
             decisions.append(SubmitCompanion(role))
-        decisions.extend(self._with_it(0, last=last, segment_end=True))
         return decisions
 
-    def more_input(self, *, last: bool) -> Sequence[Decision]:
-        """A session's caller gave another segment (or, with `last`, said that there will be none)."""
-        if self.over:
+    def more_input(self, *, last: bool, made_input: bool = True) -> Sequence[Decision]:
+        """A session's caller gave another segment, or, without `made_input`, said only that there will be none."""
+        if self.over or self._legs[0] is LegState.ENDED:  # the first stage had enough
             return _NOTHING
-        return (self._fed(0, last=last, segment_end=True), *self._with_it(0, last=last, segment_end=True))
+        return self._feed(0, last=last, segment_end=True, made_input=made_input)
 
     def skip_prefill(self) -> Sequence[Decision]:
         """No replica can do the prefill that `start` asked for, and the decode stage may do it instead."""
         decode = self._plan.handoff
         if decode is None:
             raise ProtocolError("there is no prefill to be skipped")
+        if self.over:
+            return _NOTHING
         self._move(0, LegFact.SKIP)
         self._move(decode, LegFact.FEED_LAST)
         return (Handoff(decode, None, skipped=True),)
@@ -235,21 +246,16 @@ class RequestFlow:
             return _NOTHING
         if finished:
             return self._finished(stage_id, kv_params)
-        # The hot path, once per token: in the two states in which an output is legal it changes nothing.
-        state = self._legs[stage_id]
-        if state is not LegState.FED and state is not LegState.OPEN:
+        # The hot path, once per token: in the states in which an output is legal it changes nothing.
+        if self._legs[stage_id] not in self._tables.quiet:
             self._move(stage_id, LegFact.OUTPUT)
         plan = self._plan
-        if segment_end and self._session:
-            edges = plan.feeds[stage_id]
-        elif kv_ready:
-            early = plan.early_to[stage_id]
-            return list(self._whole(stage_id, early)) if early else _NOTHING
-        else:
-            edges = plan.pieces_to[stage_id]
-        if not edges:
-            return _NOTHING
-        return list(self._pieces(edges, segment_end=segment_end and self._session))
+        segment_end = segment_end and self._session
+        edges = plan.feeds[stage_id] if segment_end else plan.pieces_to[stage_id]
+        if kv_ready and plan.early_to[stage_id]:
+            early = self._whole(stage_id, plan.early_to[stage_id])
+            return [*early, *self._pieces(edges, segment_end=segment_end)]
+        return list(self._pieces(edges, segment_end=segment_end)) if edges else _NOTHING
 
     def companion_output(self, role: str, *, finished: bool) -> Sequence[Decision]:
         """The first stage gave an output for a companion. That its KV cache can be had is no reason to tell."""
@@ -287,17 +293,11 @@ class RequestFlow:
             return _NOTHING
         state = self._legs[stage_id]
         if state is LegState.ENDED:
-            self._edge(stage_id, EdgeFact.SATED)
             return _NOTHING  # the stage had enough before its source ended
         if last and not made_input and not saw_end:
             return self._came_to_nothing(stage_id)
         self._edge(stage_id, EdgeFact.CARRIED_WHOLE if last else EdgeFact.CARRIED)
-        if state is LegState.IDLE:
-            if made_input:
-                return (
-                    self._fed(stage_id, last=last, segment_end=segment_end),
-                    *self._with_it(stage_id, last=last, segment_end=segment_end),
-                )
+        if state is LegState.IDLE and not made_input:
             if not last:
                 return _NOTHING
             self.over = True
@@ -305,10 +305,7 @@ class RequestFlow:
         ends_pieces = segment_end and self._plan.pipeline.stages[stage_id].feed == "output"
         if not (made_input or last or ends_pieces):
             return _NOTHING
-        return (
-            self._fed(stage_id, last=last, segment_end=segment_end),
-            *self._with_it(stage_id, last=last, segment_end=segment_end),
-        )
+        return self._feed(stage_id, last=last, segment_end=segment_end, made_input=made_input)
 
     def taken_over(self) -> Sequence[Decision]:
         """The decode stage has the request, and so the KV cache."""
@@ -316,7 +313,7 @@ class RequestFlow:
         if self.over or decode is None:
             return _NOTHING
         self._hold = self._next_hold(HoldFact.TAKEN)
-        return list(self._with_it(decode, last=True))
+        return list(self._with_it(decode, last=True, placeholder=True))
 
     def release(self) -> Release:
         """The request is over, however it ended."""
@@ -339,6 +336,8 @@ class RequestFlow:
         plan = self._plan
         self._move(stage_id, LegFact.FINISH)
         self._edge(stage_id, EdgeFact.SATED)
+        if stage_id == plan.handoff:  # maybe before its submission has come back, of which it is proof enough
+            self._hold = self._next_hold(HoldFact.TAKEN)
         if stage_id in plan.needed:
             self._awaiting -= 1
             if not self._awaiting:
@@ -346,7 +345,10 @@ class RequestFlow:
                 return (Finish(),)
         if stage_id == 0 and plan.handoff is not None:
             return self._hand_off(plan.handoff, kv_params)
-        return list(self._whole(stage_id, plan.feeds[stage_id]))
+        decisions = list(self._whole(stage_id, plan.feeds[stage_id]))
+        if self._session:
+            decisions.extend(self._with_it(stage_id, last=True, placeholder=False))
+        return decisions
 
     def _hand_off(self, decode: int, kv_params: Mapping[str, Any] | None) -> Sequence[Decision]:
         if kv_params:
@@ -367,16 +369,23 @@ class RequestFlow:
         self._move(stage_id, LegFact.FEED_LAST if last else LegFact.FEED)
         return (Submit if new else Update)(stage_id, last, segment_end, placeholder)
 
-    def _with_it(self, stage_id: int, *, last: bool, segment_end: bool = False) -> Iterator[Decision]:
-        """The stages that get a placeholder together with `stage_id`: once, or in a session once per segment."""
-        if self._session and not (segment_end or last):
-            return
-        complete = last or not self._session
+    def _feed(self, stage_id: int, *, last: bool, segment_end: bool, made_input: bool) -> list[Decision]:
+        """Input for a stage, and what goes with it to the stages that have their data from it by connector."""
+        decisions: list[Decision] = [self._fed(stage_id, last=last, segment_end=segment_end)]
+        if self._plan.connects[stage_id]:
+            begins = stage_id not in self._begun
+            self._begun = self._begun - {stage_id} if segment_end or last else self._begun | {stage_id}
+            if begins or last:
+                complete = last or not self._session
+                decisions.extend(self._with_it(stage_id, last=complete, placeholder=begins and made_input))
+        return decisions
+
+    def _with_it(self, stage_id: int, *, last: bool, placeholder: bool) -> Iterator[Decision]:
         for child in self._plan.connects[stage_id]:
             state = self._legs[child]
-            if state is LegState.IDLE or (state is LegState.OPEN and self._session):
-                yield self._fed(child, last=complete, segment_end=self._session, placeholder=True)
-                yield from self._with_it(child, last=complete, segment_end=self._session)
+            if state is LegState.IDLE or state is LegState.OPEN:  # open is it in sessions only
+                yield self._fed(child, last=last, segment_end=self._session, placeholder=placeholder)
+                yield from self._with_it(child, last=last, placeholder=placeholder)
 
     def _pieces(self, edges: Sequence[int], *, segment_end: bool) -> Iterator[Decision]:
         for child in edges:

@@ -43,7 +43,13 @@ __all__ = [
 ]
 
 
-class LegState(enum.Enum):
+class _Word(enum.Enum):
+    """An enumeration that is quick to look up in a table: Enum's own hash is a Python function."""
+
+    __hash__ = object.__hash__
+
+
+class LegState(_Word):
     """Where one request stands at one stage."""
 
     IDLE = "idle"
@@ -58,7 +64,7 @@ class LegState(enum.Enum):
     """The request is over, or does not need the stage any more; nothing of it is left there."""
 
 
-class LegFact(enum.Enum):
+class LegFact(_Word):
     """What can happen to a leg."""
 
     FEED = "feed"
@@ -75,7 +81,7 @@ class LegFact(enum.Enum):
     """The request is over."""
 
 
-class EdgeState(enum.Enum):
+class EdgeState(_Word):
     """Where one edge of a request stands."""
 
     OPEN = "open"
@@ -88,7 +94,7 @@ class EdgeState(enum.Enum):
     """It has nothing more to carry."""
 
 
-class EdgeFact(enum.Enum):
+class EdgeFact(_Word):
     """What can happen to an edge."""
 
     PART = "part"
@@ -111,7 +117,7 @@ class EdgeFact(enum.Enum):
     """The request is over."""
 
 
-class EdgeAction(enum.Enum):
+class EdgeAction(_Word):
     """What follows."""
 
     NOTHING = "-"
@@ -120,7 +126,7 @@ class EdgeAction(enum.Enum):
     DEFER = "wait for companions"
 
 
-class HoldState(enum.Enum):
+class HoldState(_Word):
     """Where the KV cache of a prefill is."""
 
     NONE = "none"
@@ -133,7 +139,7 @@ class HoldState(enum.Enum):
     """The request ended in between, and the prefill engine was told."""
 
 
-class HoldFact(enum.Enum):
+class HoldFact(_Word):
     """What can happen to a hold."""
 
     PREFILLED = "prefilled"
@@ -184,9 +190,6 @@ _EDGE: EdgeTable = {
     (EdgeState.CLOSING, EdgeFact.RELEASE): (EdgeState.CLOSED, EdgeAction.NOTHING),
     (EdgeState.CLOSED, EdgeFact.PART): (EdgeState.CLOSED, EdgeAction.NOTHING),
     (EdgeState.CLOSED, EdgeFact.WHOLE): (EdgeState.CLOSED, EdgeAction.NOTHING),
-    (EdgeState.CLOSED, EdgeFact.CARRIED): (EdgeState.CLOSED, EdgeAction.NOTHING),
-    (EdgeState.CLOSED, EdgeFact.CARRIED_WHOLE): (EdgeState.CLOSED, EdgeAction.NOTHING),
-    (EdgeState.CLOSED, EdgeFact.EMPTY): (EdgeState.CLOSED, EdgeAction.NOTHING),
     (EdgeState.CLOSED, EdgeFact.SATED): (EdgeState.CLOSED, EdgeAction.NOTHING),
     (EdgeState.CLOSED, EdgeFact.RELEASE): (EdgeState.CLOSED, EdgeAction.NOTHING),
 }
@@ -197,6 +200,7 @@ _HOLD: HoldTable = {
     (HoldState.NONE, HoldFact.RELEASE): HoldState.NONE,
     (HoldState.HELD, HoldFact.TAKEN): HoldState.TAKEN,
     (HoldState.HELD, HoldFact.RELEASE): HoldState.RELEASED,
+    (HoldState.TAKEN, HoldFact.TAKEN): HoldState.TAKEN,
     (HoldState.TAKEN, HoldFact.RELEASE): HoldState.TAKEN,
     (HoldState.RELEASED, HoldFact.RELEASE): HoldState.RELEASED,
 }
@@ -217,6 +221,12 @@ class Tables:
     leg: LegTable = attrs.field(default=_LEG, converter=_frozen)
     edge: EdgeTable = attrs.field(default=_EDGE, converter=_frozen)
     hold: HoldTable = attrs.field(default=_HOLD, converter=_frozen)
+    quiet: tuple[LegState, ...] = attrs.field(init=False)
+    """The states of a leg in which an output that is not its last one changes nothing; looked up once per token."""
+
+    @quiet.default
+    def _quiet(self) -> tuple[LegState, ...]:
+        return tuple(state for state in LegState if self.leg.get((state, LegFact.OUTPUT)) is state)
 
 
 TABLES = Tables()

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from ._control import Answers, Control
 from ._handle import Request
+from ._operate import PauseMode, WhenAsked
 from ._orchestrator import DeathPolicy
 from ._result import Completion, Result, StageResult
 from ._runtime import Runtime, open_runtime
 from ._statistics import (
+    Activity,
     Health,
+    Phase,
     ReplicaHealth,
     ReplicaStatistics,
     RpcResult,
@@ -18,10 +22,15 @@ from ._stream import RequestStream
 from ._trace import Instrument
 
 __all__ = [
+    "Activity",
+    "Answers",
     "Completion",
+    "Control",
     "DeathPolicy",
     "Health",
     "Instrument",
+    "PauseMode",
+    "Phase",
     "ReplicaHealth",
     "ReplicaStatistics",
     "Request",
@@ -32,5 +41,6 @@ __all__ = [
     "RuntimeStatistics",
     "StageResult",
     "StageStatistics",
+    "WhenAsked",
     "open_runtime",
 ]

@@ -154,9 +154,9 @@ def _check_types(prompt: StageInput) -> None:
         raise InvalidRequest(f"a prompt's text is a string, not {type(prompt.text).__name__}")
     if prompt.token_ids is not None:
         _check_tokens(prompt.token_ids)
-    for message in prompt.messages or ():
-        role: object = message.get("role") if isinstance(message, Mapping) else None
-        if not isinstance(role, str):
+    messages: Sequence[object] = prompt.messages or ()
+    for message in messages:
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise InvalidRequest(f"a message is a mapping with 'role' and 'content', not {message!r:.80}")
 
 

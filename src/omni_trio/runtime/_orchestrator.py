@@ -136,8 +136,7 @@ class Orchestrator:
         try:
             with replica.scope:
                 async with self._factories[replica.stage_id](context) as client:
-                    replica.client = client
-                    replica.state = ReplicaState.READY
+                    replica.open(client)
                     self.pools[replica.stage_id].note_change()
                     # From here on engines outlive those who use them: only `stop` ends this task, however the
                     # runtime's block is left, so that requests can still be aborted at the stages.

@@ -106,6 +106,8 @@ class RequestTask:
         self.error: RequestError | None = None
         self.abort_error: EngineDied | None = None
         """Set where a stage did not acknowledge the abort."""
+        self.begun = False
+        """Whether it has got through the door, which is closed while the runtime is paused."""
         self.admitted = False
         """Whether the first stage has the request."""
         self.at_door = Signal()
@@ -119,7 +121,8 @@ class RequestTask:
         self._orchestrator = orchestrator
         self._pipeline = plan.pipeline
         self._trace = orchestrator.trace
-        self._turn_scope = trio.CancelScope()
+        self._turn_scope: trio.CancelScope | None = None
+        """In a session, around the work of one turn."""
         self._bundle_deadline = math.inf
         self._wake = Signal()
         self._idle = False
@@ -222,7 +225,7 @@ class RequestTask:
         self._trace.emit(
             f"request.{self.verdict}", request_id=self.external_id, detail="" if error is None else str(error)
         )
-        if self._idle and not self.turn and not self.turn.held():
+        if self._idle and not self.turn and not self.turn.holds():
             # The usual end: nothing is under way and no stage holds it, so it is done here and now, and its caller
             # need not wait until the task has run once more only to find that out.
             self._close()
@@ -257,6 +260,7 @@ class RequestTask:
     async def _drive(self) -> None:
         try:
             await self._orchestrator.gate.passed()
+            self.begun = True
             if self.session is None:
                 await self._begin()
                 self._enter()
@@ -373,7 +377,8 @@ class RequestTask:
             session.begun = False
             self.turn.fence()
             self.mailbox.drop()
-            self._turn_scope.cancel("a new turn begins")
+            if self._turn_scope is not None:
+                self._turn_scope.cancel("a new turn begins")
         session.waiting.append(segment)
         self._wake.set()
 
@@ -429,11 +434,19 @@ class RequestTask:
         """The pools of all stages."""
         return self._orchestrator.pools
 
-    async def thawed(self) -> None:
-        """Wait while the runtime is paused with requests kept."""
+    async def begin_hand_over(self, stage_id: int) -> None:
+        """Wait until the stage may be handed something; `end_hand_over` has to follow."""
         gate = self._orchestrator.gate
         if gate.frozen:
-            await gate.passed()
+            await gate.thawed(stage_id)
+        if self.verdict is not None:
+            # A cancellation that has not met a checkpoint yet: the stage is not to see the request at all.
+            await trio.lowlevel.checkpoint_if_cancelled()
+        gate.begin(stage_id)
+
+    def end_hand_over(self, stage_id: int) -> None:
+        """The hand-over is over, one way or another."""
+        self._orchestrator.gate.end(stage_id)
 
     def companion_params(self, overrides: Mapping[str, Any]) -> Any:
         """The first stage's parameters with a companion's own over them."""

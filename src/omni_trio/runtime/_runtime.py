@@ -5,21 +5,25 @@ from __future__ import annotations
 import math
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import Any, final, get_args
+from typing import Any, Literal, final, get_args
 
 import trio
 
-from omni_trio.errors import EngineDied, InvalidRequest, OmniTrioError, StageFailed
+from omni_trio.errors import EngineDied, InvalidRequest
 from omni_trio.messages import Prompt
 from omni_trio.pipeline import Pipeline, nearest
-from omni_trio.stages import ClientFactory, ClientStatistics, Replica, ReplicaState
+from omni_trio.stages import ClientFactory, ClientStatistics, Replica
 
 from ._admission import RequestOptions
+from ._control import Control
 from ._groups import leaves, lone
 from ._handle import Request
+from ._operate import Operator, PauseMode, WhenAsked
 from ._orchestrator import DeathPolicy, Orchestrator
 from ._result import Result
+from ._rpc import Call, ask_all, choose_pools, place_of
 from ._statistics import (
+    Activity,
     Health,
     ReplicaHealth,
     ReplicaStatistics,
@@ -39,6 +43,8 @@ class Runtime:
 
     def __init__(self, orchestrator: Orchestrator) -> None:
         self._orchestrator = orchestrator
+        self._operator = Operator(orchestrator)
+        self._control = Control(orchestrator, self._operator)
 
     @property
     def pipeline(self) -> Pipeline:
@@ -177,7 +183,7 @@ class Runtime:
         kwargs: Mapping[str, Any] | None = None,
         *,
         timeout: float = 30.0,
-        stages: Iterable[str] | None = None,
+        stages: str | Iterable[str] | None = None,
     ) -> list[RpcResult]:
         """Call a method of every engine or worker of some stages, all at the same time.
 
@@ -186,41 +192,142 @@ class Runtime:
             args: positional arguments.
             kwargs: keyword arguments.
             timeout: seconds that each replica has to answer.
-            stages: names of the stages to ask; None: all.
+            stages: names of the stages to ask, in any order, each once; None: all.
 
         Returns:
-            One entry per replica, ordered by stage and replica; a replica that failed or did not answer in time
-            has an `error` instead of a result.
+            One entry per replica, ordered by stage and replica; a replica that failed, is dead or did not answer in
+            time has an `error` instead of a result. What it answers later is ignored.
+
+        Raises:
+            InvalidRequest: a stage is not there.
         """
-        names = [spec.name for spec in self.pipeline.stages]
-        asked = names if stages is None else list(stages)
-        for name in asked:
-            if name not in names:
-                raise InvalidRequest(f"stages: no stage is called {name!r}{nearest(name, names)}")
-        replicas = [replica for replica in self._orchestrator.replicas() if replica.spec.name in asked]
-        results: dict[int, RpcResult] = {}
+        pools = choose_pools(self._orchestrator.pools, stages)
+        replicas = [replica for pool in pools for replica in pool.replicas]
+        return await ask_all([Call(replica, method, args, kwargs) for replica in replicas], timeout)
 
-        async def ask(index: int, replica: Replica) -> None:
-            place: dict[str, Any] = _place(replica)
-            client = replica.client
-            if client is None or replica.state is not ReplicaState.READY:
-                error = EngineDied("the replica is not alive", **place)
-                results[index] = RpcResult(**place, error=replica.death or error)
-                return
-            try:
-                with trio.fail_after(timeout):
-                    results[index] = RpcResult(**place, result=await client.call(method, args, kwargs))
-            except trio.TooSlowError as error:
-                late = StageFailed(f"{method!r} was not answered within {timeout:g} s", **place)
-                late.__cause__ = error
-                results[index] = RpcResult(**place, error=late)
-            except OmniTrioError as error:
-                results[index] = RpcResult(**place, error=error)
+    @property
+    def control(self) -> Control:
+        """What can be asked of the engines by name: LoRA adapters, profiles, caches, the weights' version."""
+        return self._control
 
-        async with trio.open_nursery() as nursery:
-            for index, replica in enumerate(replicas):
-                nursery.start_soon(ask, index, replica)
-        return [results[index] for index in range(len(replicas))]
+    async def pause(
+        self,
+        mode: PauseMode = "wait",
+        *,
+        stages: str | Iterable[str] | None = None,
+        deadline: float = 60.0,
+        when_asked: WhenAsked = "wait",
+        retry_after: float | None = None,
+        keep_partial: bool = False,
+    ) -> None:
+        """Let no new request through, from the call on, and wait until the stages are still.
+
+        Before it returns every stage has proved it: an engine with a scheduler says that this has nothing left and
+        its device is done; any other answers a call and says that it has nothing at work. Doing it again is harmless.
+        A call of `resume`, or of this with another mode, overtakes one that is under way, which then raises.
+
+        Args:
+            mode: what becomes of requests in flight. ``wait``: they go on to their end. ``abort``: they end with
+                `RequestAborted`, at every stage. ``keep``: nothing more is handed over to a stage, and schedulers
+                that can be paused stop where they are; workers finish what they have in hand. Deadlines and time-outs
+                of requests run on.
+            stages: which have to prove that they are idle, or are kept from going on; None: all. No stage gets new
+                requests in any case.
+            deadline: seconds that all of it may take.
+            when_asked: whether requests that come meanwhile ``wait`` until the runtime is resumed, within their own
+                deadlines, or are refused with `Paused` (``reject``), those included that wait already.
+            retry_after: what `Paused` tells them.
+            keep_partial: as for `abort`, in the mode of that name.
+
+        Raises:
+            OperationFailed: it took too long, or a replica failed, or it was overtaken; it says who is still busy.
+                Unless it was overtaken, the runtime stays paused; so it does where this is cancelled.
+            InvalidRequest: a stage is not there, or an argument makes no sense.
+            ShutDown: the runtime is closed.
+        """
+        await self._operator.pause(
+            mode,
+            stages=stages,
+            deadline=deadline,
+            when_asked=when_asked,
+            retry_after=retry_after,
+            keep_partial=keep_partial,
+        )
+
+    async def resume(self, *, deadline: float = 60.0) -> None:
+        """Let requests through again, and what was kept go on. Harmless where the runtime is not paused.
+
+        Args:
+            deadline: seconds that it may take.
+
+        Raises:
+            OperationFailed: a replica is asleep, or its scheduler did not go on, or a new pause overtook this; the
+                runtime stays paused.
+            ShutDown: the runtime is closed.
+        """
+        await self._operator.resume(deadline=deadline)
+
+    async def sleep(
+        self,
+        level: int = 1,
+        *,
+        mode: Literal["wait", "abort"] = "wait",
+        stages: str | Iterable[str] | None = None,
+        deadline: float = 60.0,
+        when_asked: WhenAsked = "wait",
+        retry_after: float | None = None,
+    ) -> tuple[RpcResult, ...]:
+        """Pause, as `pause` does, and then have engines give up their devices' memory.
+
+        No new request reaches a stage from the call on, and none gets anywhere until `resume`. Replicas that are
+        asleep already stay so, at the level that they are at.
+
+        Args:
+            level: 1: weights are kept in the host's memory; 2: they are gone, and have to be loaded again after
+                waking. vLLM engines need ``enable_sleep_mode`` in their arguments.
+            mode: what becomes of requests in flight.
+            stages: which shall sleep; None: all whose engines are known to be able to. A worker stage has to be named,
+                and its class to have ``sleep(level)`` and ``wake_up()``.
+            deadline: seconds that all of it may take.
+            when_asked: see `pause`.
+            retry_after: see `pause`.
+
+        Returns:
+            One entry per living replica of the stages, with True for a result.
+
+        Raises:
+            OperationFailed: as for `pause`; or some replicas did not fall asleep, which it names. The others do
+                sleep; `health` says which. The runtime stays paused.
+            InvalidRequest: a stage is not there, none can sleep, or an argument makes no sense.
+            ShutDown: the runtime is closed.
+        """
+        return await self._operator.sleep(
+            level, mode=mode, stages=stages, deadline=deadline, when_asked=when_asked, retry_after=retry_after
+        )
+
+    async def wake(
+        self,
+        tags: Sequence[str] | None = None,
+        *,
+        stages: str | Iterable[str] | None = None,
+        deadline: float = 60.0,
+    ) -> tuple[RpcResult, ...]:
+        """Give engines that sleep their memory back. The runtime stays paused: `resume` is another call.
+
+        Args:
+            tags: what to bring back (for vLLM ``weights``, ``kv_cache``); None: all.
+            stages: which to wake; None: all that sleep.
+            deadline: seconds that it may take.
+
+        Returns:
+            One entry per replica that was asleep, whose result is whether it is wholly awake; none where none was.
+
+        Raises:
+            OperationFailed: a replica did not wake up. It can be tried again.
+            InvalidRequest: a stage is not there.
+            ShutDown: the runtime is closed.
+        """
+        return await self._operator.wake(tags, stages=stages, deadline=deadline)
 
     def stats(self) -> RuntimeStatistics:
         """Return what is going on right now."""
@@ -239,10 +346,14 @@ class Runtime:
                 StageStatistics(
                     stage=pool.spec.name,
                     stage_id=pool.stage_id,
-                    replicas=tuple(_replica_statistics(replica) for replica in pool.replicas),
+                    replicas=tuple(
+                        _replica_statistics(replica, self._operator.activity(replica)) for replica in pool.replicas
+                    ),
                 )
                 for pool in orchestrator.pools
             ),
+            phase=self._operator.phase,
+            waiting=orchestrator.gate.waiting,
         )
 
     def health(self) -> Health:
@@ -254,20 +365,18 @@ class Runtime:
             status="ok" if whole else "degraded" if all(alive) else "dead",
             replicas=tuple(
                 ReplicaHealth(
-                    **_place(replica),
+                    **place_of(replica),
                     state=replica.state.value,
                     reason=None if replica.death is None else replica.death.message,
+                    activity=self._operator.activity(replica),
                 )
                 for replica in self._orchestrator.replicas()
             ),
+            phase=self._operator.phase,
         )
 
 
-def _place(replica: Replica) -> dict[str, Any]:
-    return {"stage": replica.spec.name, "stage_id": replica.stage_id, "replica_id": replica.replica_id}
-
-
-def _replica_statistics(replica: Replica) -> ReplicaStatistics:
+def _replica_statistics(replica: Replica, activity: Activity) -> ReplicaStatistics:
     return ReplicaStatistics(
         replica_id=replica.replica_id,
         state=replica.state.value,
@@ -276,6 +385,7 @@ def _replica_statistics(replica: Replica) -> ReplicaStatistics:
         tokens=replica.totals.tokens,
         stray_outputs=replica.stray,
         client=ClientStatistics() if replica.client is None else replica.client.statistics(),
+        activity=activity,
     )
 
 

@@ -8,9 +8,27 @@ import attrs
 
 from omni_trio.stages import ClientStatistics
 
-__all__ = ["Health", "ReplicaHealth", "ReplicaStatistics", "RpcResult", "RuntimeStatistics", "StageStatistics"]
+__all__ = [
+    "Activity",
+    "Health",
+    "Phase",
+    "ReplicaHealth",
+    "ReplicaStatistics",
+    "RpcResult",
+    "RuntimeStatistics",
+    "StageStatistics",
+]
 
 Status: TypeAlias = Literal["ok", "degraded", "dead"]
+
+Phase: TypeAlias = Literal["running", "pausing", "paused", "asleep"]
+"""``running``: requests get through. ``pausing``: new ones do not, and others may still be at work.
+
+``paused``: what was asked of the pause has been proved. ``asleep``: a replica is asleep, or may be.
+"""
+
+Activity: TypeAlias = Literal["running", "paused", "asleep", "unknown"]
+"""What the runtime has made of a replica. ``unknown``: it was told to sleep or wake, and has not confirmed it."""
 
 
 @attrs.frozen(kw_only=True)
@@ -30,6 +48,8 @@ class ReplicaStatistics:
     """Outputs that came for nobody, such as the last few of aborted requests."""
     client: ClientStatistics
     """What the replica says of itself."""
+    activity: Activity = "running"
+    """Whether it was paused or put to sleep."""
 
 
 @attrs.frozen(kw_only=True)
@@ -60,6 +80,10 @@ class RuntimeStatistics:
     rejected: int
     """Refused at the door: invalid, over the limit, or too late. Not part of `admitted`."""
     stages: tuple[StageStatistics, ...]
+    phase: Phase = "running"
+    """Whether the runtime is paused."""
+    waiting: int = 0
+    """Requests that wait for the runtime to be resumed. Part of `in_flight`."""
 
 
 @attrs.frozen(kw_only=True)
@@ -71,6 +95,8 @@ class ReplicaHealth:
     replica_id: int
     state: str
     reason: str | None = None
+    activity: Activity = "running"
+    """Whether it was paused or put to sleep."""
 
 
 @attrs.frozen(kw_only=True)
@@ -79,6 +105,8 @@ class Health:
 
     status: Status
     replicas: tuple[ReplicaHealth, ...]
+    phase: Phase = "running"
+    """Whether the runtime is paused. A runtime that sleeps is as healthy as one that runs."""
 
 
 @attrs.frozen(kw_only=True)
@@ -90,3 +118,5 @@ class RpcResult:
     replica_id: int
     result: Any = None
     error: Exception | None = None
+    answered: bool = True
+    """Whether the replica has answered, be it with an error; False where it is dead or was too slow."""

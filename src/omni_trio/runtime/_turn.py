@@ -7,7 +7,7 @@ has to say.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +27,7 @@ from omni_trio.routing import (
     SubmitCompanion,
     Update,
 )
-from omni_trio.stages import Leg, Mark, ReleasesKv, Replica, ReplicaState, SendsKv
+from omni_trio.stages import Leg, Mark, ReleasesKv, Replica, ReplicaState
 
 from ._fail import failure
 
@@ -37,6 +37,10 @@ if TYPE_CHECKING:
 __all__ = ["Turn"]
 
 _NOTHING = StageInput()
+_NO_SENDERS: Mapping[str, Mapping[str, Any]] = MappingProxyType({})
+_NO_LEGS: dict[str, Leg] = {}
+"""Stays empty."""
+_NO_COMPANIONS: Mapping[str, CompanionOutput] = MappingProxyType({})
 
 
 @attrs.define(eq=False)
@@ -52,7 +56,7 @@ class _Waiting:
 class Turn:
     """Carries out what routing decides for one turn. Only the request's own task calls the coroutines."""
 
-    def __init__(self, task: RequestTask, number: int, companions: Iterable[Companion] = ()) -> None:
+    def __init__(self, task: RequestTask, number: int, companions: Sequence[Companion] = ()) -> None:
         self.number = number
         self.request_id = f"{task.request_id}.{number}" if number else task.request_id
         """What the stages call the request in this turn; never used again."""
@@ -60,7 +64,8 @@ class Turn:
             task.plan, roles=[companion.role for companion in companions], session=task.session is not None
         )
         self.legs: dict[int, Leg] = {}
-        self.companions: dict[str, Leg] = {}
+        # Most requests have none of these, and there are many requests: what is not needed is not made.
+        self.companions: dict[str, Leg] = {} if companions else _NO_LEGS
         self._inputs = {companion.role: companion for companion in companions}
         self._task = task
         self._pipeline = task.plan.pipeline
@@ -275,10 +280,9 @@ class Turn:
     def _senders_to(self, stage_id: int) -> Mapping[str, Mapping[str, Any]]:
         source = self._pipeline.sources[stage_id]
         leg = None if source is None else self.legs.get(source)
-        client: object = None if leg is None else leg.replica.client
-        if leg is None or not isinstance(client, SendsKv):
-            return {}
-        info = client.kv_sender_info()
+        if leg is None or leg.replica.sends_kv is None:
+            return _NO_SENDERS
+        info = leg.replica.sends_kv.kv_sender_info()
         return {} if not info else {leg.stage: info}
 
     async def _submit(self, leg: Leg, request: StageRequest) -> None:
@@ -294,9 +298,9 @@ class Turn:
     async def _hand_over(self, leg: Leg, request: StageRequest, *, update: bool) -> None:
         replica = leg.replica
         task = self._task
-        await task.thawed()
         client = replica.client
         assert client is not None  # a pool picks among replicas that are up
+        await task.begin_hand_over(leg.stage_id)
         try:
             if update:
                 await client.update(request)
@@ -319,6 +323,8 @@ class Turn:
             raise StageFailed(
                 f"handing the request to it raised {type(error).__name__}: {error}", **task.place(replica)
             ) from error
+        finally:
+            task.end_hand_over(leg.stage_id)
 
     # ---- bridges
 
@@ -330,25 +336,25 @@ class Turn:
         assert source is not None
         leg = self.legs[source]
         started = trio.current_time()
-        place = self._task.place(stage_id)
         self._task.trace_bridge("bridge.started", stage_id)
         context = self._context(spec, decision, leg, waiting)
         try:
             made = await _run_bridge(spec, context)
         except InvalidRequest as error:  # a bridge may refuse what the caller asked for, and say so
-            for field, value in place.items():
+            for field, value in self._task.place(stage_id).items():
                 if getattr(error, field) is None:
                     setattr(error, field, value)
             raise
         except Exception as error:
             raise BridgeFailed(
-                f"the bridge {spec.name!r} in front of it raised {type(error).__name__}: {error}", **place
+                f"the bridge {spec.name!r} in front of it raised {type(error).__name__}: {error}",
+                **self._task.place(stage_id),
             ) from error
         if made is not None and not isinstance(made, StageInput):
             raise BridgeFailed(
                 f"the bridge {spec.name!r} in front of it returned {type(made).__name__}; "
                 "a bridge returns a StageInput, or None for nothing",
-                **place,
+                **self._task.place(stage_id),
             )
         self._task.trace_bridge("bridge.finished", stage_id)
         follows = self.flow.bridged(
@@ -381,7 +387,7 @@ class Turn:
             finish_reason=leg.finish_reason,
             segment=waiting.segment,
             segment_end=decision.segment_end,
-            companions=self._companion_outputs(spec) if leg.stage_id == 0 else {},
+            companions=self._companion_outputs(spec) if self.companions and leg.stage_id == 0 else _NO_COMPANIONS,
             state=self._states.setdefault(decision.stage_id, {}),
             requires_multimodal_data=stage.requires_multimodal_data,
             params=self._task.params[decision.stage_id],
@@ -400,6 +406,10 @@ class Turn:
         }
 
     # ---- letting go
+
+    def holds(self) -> bool:
+        """Whether any replica may still be at work on it."""
+        return any(leg.held for leg in self.legs.values()) or any(leg.held for leg in self.companions.values())
 
     def held(self) -> list[Leg]:
         """The legs that their replicas may still be at work on."""
@@ -471,9 +481,8 @@ class Turn:
 
     def _decode_client(self, stage_id: int) -> ReleasesKv | None:
         for replica in self._task.pools[stage_id].ready():
-            client: object = replica.client
-            if isinstance(client, ReleasesKv):
-                return client
+            if replica.releases_kv is not None:
+                return replica.releases_kv
         return None
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .client import ClientFactory, ClientStatistics, ReleasesKv, ReplicaContext, SendsKv, StageClient
+from .client import ClientFactory, ClientStatistics, Operable, ReleasesKv, ReplicaContext, SendsKv, StageClient
 from .leg import Leg, LegOwner, Mark
 from .pool import Replica, ReplicaState, StagePool
 
@@ -12,6 +12,7 @@ __all__ = [
     "Leg",
     "LegOwner",
     "Mark",
+    "Operable",
     "ReleasesKv",
     "Replica",
     "ReplicaContext",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
@@ -12,7 +12,7 @@ import msgspec
 from omni_trio.messages import StageOutput, StageRequest
 from omni_trio.pipeline import StageSpec
 
-__all__ = ["ClientFactory", "ClientStatistics", "ReleasesKv", "ReplicaContext", "SendsKv", "StageClient"]
+__all__ = ["ClientFactory", "ClientStatistics", "Operable", "ReleasesKv", "ReplicaContext", "SendsKv", "StageClient"]
 
 
 class ClientStatistics(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,8 +47,7 @@ class StageClient(Protocol):
     """One open replica. All methods are called from one trio run; `receive` from one task only.
 
     Opened by a `ClientFactory`'s context manager, whose exit lets go of everything within
-    `ReplicaContext.close_timeout`, even when cancelled. `omni_trio.testing.check_stage_client` checks an
-    implementation against what is said here.
+    `ReplicaContext.close_timeout`, even when cancelled.
     """
 
     def resolve_params(self, params: Any) -> Any:
@@ -125,6 +124,19 @@ class StageClient(Protocol):
 
     def statistics(self) -> ClientStatistics:
         """Return what the replica last said of itself."""
+        ...
+
+
+@runtime_checkable
+class Operable(Protocol):
+    """A `StageClient` that says which methods for operators its engine has."""
+
+    @property
+    def methods(self) -> Collection[str]:
+        """Names that `call` knows and that mean what they do for a vLLM engine: ``sleep``, ``pause_scheduler``, ...
+
+        A client that has ``pause_scheduler`` answers it, for ``mode="wait"``, once its engine has nothing at work.
+        """
         ...
 
 

@@ -11,7 +11,7 @@ from omni_trio.errors import EngineDied, NoReplicaAvailable
 from omni_trio.messages import StageOutput
 from omni_trio.pipeline import StageSpec
 
-from .client import StageClient
+from .client import ReleasesKv, SendsKv, StageClient
 from .leg import Leg
 from .metrics import ReplicaTotals
 
@@ -42,6 +42,10 @@ class Replica:
         self.phase = "waiting"
         """What start-up is at, as reported by the client's factory."""
         self.client: StageClient | None = None
+        self.sends_kv: SendsKv | None = None
+        """The client, where its engine offers KV caches to later stages."""
+        self.releases_kv: ReleasesKv | None = None
+        """The client, where its engine can have a prefill engine let go of a KV cache."""
         self.death: EngineDied | None = None
         self.legs: dict[str, Leg] = {}
         """By internal request id: what outputs are still taken for."""
@@ -52,6 +56,15 @@ class Replica:
         self.totals = ReplicaTotals()
         self.scope = trio.CancelScope()
         """Around the replica's task; cancelling it closes the client."""
+
+    def open(self, client: StageClient) -> None:
+        """The replica is up."""
+        self.client = client
+        self.state = ReplicaState.READY
+        # Looked at once: asking whether an object has the methods of a protocol takes microseconds.
+        able: object = client
+        self.sends_kv = able if isinstance(able, SendsKv) else None
+        self.releases_kv = able if isinstance(able, ReleasesKv) else None
 
     def bind(self, leg: Leg) -> None:
         """Take outputs for a leg from now on."""
@@ -112,9 +125,10 @@ class StagePool:
             NoReplicaAvailable: no replica of the stage was ready in time.
         """
         timeout = self.spec.dispatch_timeout
-        with trio.move_on_after(timeout):
-            while timeout and not any(self.ready()):
-                await self._changed.wait()
+        if timeout and not any(self.ready()):
+            with trio.move_on_after(timeout):
+                while not any(self.ready()):
+                    await self._changed.wait()
         return self.pick()
 
     def ready(self) -> Iterator[Replica]:

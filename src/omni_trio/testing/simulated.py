@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -70,15 +70,16 @@ class SimStage:
     max_prompt_tokens: int = 1_000_000
     kv_sender: Mapping[str, Any] | None = None
     """Where later stages are told to get KV caches of this one."""
-    log: list[tuple[Any, ...]] = attrs.field(factory=list, repr=False, eq=False)
-    """What the replicas were asked, in order: ``("submit", stage, replica, request id)`` and so on."""
+    log: list[tuple[Any, ...]] | None = attrs.field(factory=list, repr=False, eq=False)
+    """What the replicas were asked, in order: ``("submit", stage, replica, request id)`` and so on. It grows with every
+    request; None keeps nothing, which is how a stage of a pipeline file has it."""
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any], *, stage: str) -> SimStage:
         """Make one from a pipeline file's options.
 
         Raises:
-            ConfigError: an option is unknown or not a number.
+            ConfigError: an option is unknown, of the wrong type or out of range.
         """
         known = {field.name for field in attrs.fields(cls)} - {"script", "kv_sender", "log"}
         for key, value in options.items():
@@ -87,10 +88,9 @@ class SimStage:
                 raise ConfigError(
                     f"unknown option{nearest(key, known)} (options: {', '.join(sorted(known))})", key=where
                 )
-            wants_text = key.endswith("_error")
-            if isinstance(value, bool) or not isinstance(value, str if wants_text else int | float):
-                raise ConfigError(f"expected a {'string' if wants_text else 'number'}, not {value!r}", key=where)
-        return cls(**options)
+            if (wanted := _unmet(key, value)) is not None:
+                raise ConfigError(f"expected {wanted}, not {value!r}", key=where)
+        return cls(**options, log=None)
 
     @asynccontextmanager
     async def __call__(self, context: ReplicaContext) -> AsyncIterator[StageClient]:
@@ -109,6 +109,17 @@ class SimStage:
                 with trio.move_on_after(context.close_timeout, shield=True):
                     await trio.sleep(self.close_time)
                 nursery.cancel_scope.cancel("the simulated replica closes")
+
+
+def _unmet(key: str, value: Any) -> str | None:
+    """Return what an option has to be, where its value is not that."""
+    if key.endswith("_error"):
+        return None if isinstance(value, str) else "a text"
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if key.endswith("_time"):
+        # So written, it catches nan as well; inf is for ever.
+        return None if is_number and value >= 0 else "a number of seconds from 0 up"
+    return None if is_number and isinstance(value, int) and value >= 1 else "a whole number from 1 up"
 
 
 class _Work:
@@ -133,6 +144,13 @@ class _SimClient:
         self._outputs: list[StageOutput] = []
         self._news = trio.Event()
         self._death: EngineDied | None = None
+        self._calls: set[trio.CancelScope] = set()
+        self._asleep: frozenset[str] = frozenset()
+        """What of its memory is given up."""
+        self._paused: str | None = None
+        """The mode in which the scheduler is paused."""
+        self._changed = trio.Event()
+        """Replaced whenever the scheduler is resumed or a request is let go of."""
 
     # ---- StageClient
 
@@ -153,6 +171,8 @@ class _SimClient:
     async def submit(self, request: StageRequest) -> None:
         self._check_alive()
         self._note("submit", request.request_id)
+        if self._asleep:
+            raise StageFailed("it is asleep")
         script = self._script(request)
         if self._stage.submit_time:
             await trio.sleep(self._stage.submit_time)
@@ -192,6 +212,7 @@ class _SimClient:
         await trio.sleep(self._stage.abort_time)
         for request_id in request_ids:
             self._work.pop(request_id, None)
+        self._note_change()
         self._outputs = [output for output in self._outputs if output.request_id not in request_ids]
 
     async def receive(self) -> Sequence[StageOutput]:
@@ -207,13 +228,54 @@ class _SimClient:
     async def call(self, method: str, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         self._check_alive()
         self._note("call", method, tuple(args), dict(kwargs or {}))
-        await trio.lowlevel.checkpoint()
-        if method == "echo":
-            return list(args)
-        if method == "sleep":
-            await trio.sleep(*args)
-            return None
-        raise StageFailed(f"a simulated stage knows 'echo' and 'sleep', not {method!r}")
+        if (function := _METHODS.get(method)) is None:
+            await trio.lowlevel.checkpoint()
+            raise StageFailed(f"a simulated stage has no {method!r}{nearest(method, _METHODS)}")
+        with trio.CancelScope() as scope:  # cancelled when the replica dies
+            self._calls.add(scope)
+            try:
+                await trio.lowlevel.checkpoint()
+                return await function(self, *args, **(kwargs or {}))
+            except TypeError as error:
+                raise StageFailed(f"{method!r}: {error}") from error
+            finally:
+                self._calls.remove(scope)
+        assert self._death is not None  # nothing else cancels the scope
+        raise self._death
+
+    @property
+    def methods(self) -> Collection[str]:
+        return _METHODS.keys()
+
+    async def echo(self, *args: Any) -> list[Any]:
+        return list(args)
+
+    async def wait(self, seconds: float) -> None:
+        await trio.sleep(seconds)
+
+    async def pause_scheduler(self, mode: str = "abort", *, clear_cache: bool = True) -> None:
+        self._paused = mode
+        while mode != "keep" and self._work:
+            await self._changed.wait()
+
+    async def resume_scheduler(self) -> None:
+        self._paused = None
+        self._note_change()
+
+    async def sleep(self, level: int = 1) -> None:
+        self._asleep = frozenset(("weights", "kv_cache"))
+
+    async def wake_up(self, tags: Sequence[str] | None = None) -> bool:
+        self._asleep -= self._asleep if tags is None else frozenset(tags)
+        if not self._asleep:
+            await self.resume_scheduler()
+        return not self._asleep
+
+    async def is_sleeping(self) -> bool:
+        return bool(self._asleep or self._paused)
+
+    async def is_scheduler_paused(self) -> bool:
+        return self._paused is not None
 
     async def release_kv(self, request: StageRequest) -> None:
         self._check_alive()
@@ -232,7 +294,16 @@ class _SimClient:
     def close(self) -> None:
         if self._death is None:
             self._death = EngineDied("the replica is closed", exit_code=0)
+        self._end_calls()
         self._news.set()
+
+    def _end_calls(self) -> None:
+        for scope in self._calls:
+            scope.cancel("the simulated replica is dead")
+
+    def _note_change(self) -> None:
+        self._changed.set()
+        self._changed = trio.Event()
 
     def _script(self, request: StageRequest) -> Script:
         if self._stage.script is not None:
@@ -257,6 +328,7 @@ class _SimClient:
                     work.running = False
         if work.over:
             self._work.pop(request_id, None)
+            self._note_change()
 
     async def _play_all(self, request_id: str, work: _Work) -> None:
         while True:
@@ -273,6 +345,8 @@ class _SimClient:
     async def _play(self, request_id: str, work: _Work, script: Script, request: StageRequest) -> None:
         last = request.last
         for verb in script:
+            while self._paused == "keep":
+                await self._changed.wait()
             if isinstance(verb, Wait):
                 await trio.sleep(verb.seconds)
             elif isinstance(verb, Chunk):
@@ -311,6 +385,7 @@ class _SimClient:
             exit_code=verb.exit_code,
         )
         self._outputs.clear()
+        self._end_calls()
         self._news.set()
         for work in self._work.values():
             work.scope.cancel("the simulated replica died")
@@ -325,7 +400,24 @@ class _SimClient:
             raise self._death
 
     def _note(self, what: str, *details: Any) -> None:
-        self._stage.log.append((what, self._context.stage.name, self._context.replica_id, *details))
+        if self._stage.log is not None:
+            self._stage.log.append((what, self._context.stage.name, self._context.replica_id, *details))
+
+
+_METHODS: Mapping[str, Callable[..., Awaitable[Any]]] = {
+    method.__name__: method
+    for method in (
+        _SimClient.echo,
+        _SimClient.wait,
+        _SimClient.pause_scheduler,
+        _SimClient.resume_scheduler,
+        _SimClient.is_scheduler_paused,
+        _SimClient.sleep,
+        _SimClient.wake_up,
+        _SimClient.is_sleeping,
+    )
+}
+"""What can be called in a simulated engine: what a vLLM engine has by these names, and two more."""
 
 
 def _words(token_ids: Sequence[int]) -> str:

@@ -37,7 +37,7 @@ from omni_trio.pipeline import nearest
 
 from . import _compat
 
-__all__ = ["METHODS", "nearest_method", "plan_call", "read_result"]
+__all__ = ["METHODS", "clears_multimodal_cache", "nearest_method", "plan_call", "read_result"]
 
 _Arguments: TypeAlias = tuple[Any, ...]
 
@@ -94,6 +94,13 @@ def plan_call(method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tu
     if worker_method in _MUTING:
         raise ValueError("its result can not be sent between processes, and an engine that tries never speaks again")
     return call
+
+
+def clears_multimodal_cache(name: str, arguments: _Arguments) -> bool:
+    """Whether the engine forgets the images, sounds and videos that it has been sent; both sides have to."""
+    if name == "sleep":
+        return int(arguments[0]) >= 1
+    return name == "reset_mm_cache" or (name == "pause_scheduler" and bool(arguments[1]))
 
 
 def read_result(method: str, result: Any) -> Any:

@@ -263,6 +263,12 @@ class Frontend:
         request.external_req_id = request.request_id
         return request
 
+    def clear_multimodal_cache(self) -> None:
+        """Forget which images, sounds and videos the engine has: it has just forgotten them itself."""
+        clear = getattr(self.processor.renderer, "clear_mm_cache", None)
+        if clear is not None:
+            clear()
+
     def close(self) -> None:
         """Let go of the renderer's executors and caches."""
         shutdown = getattr(self.processor.renderer, "shutdown", None)

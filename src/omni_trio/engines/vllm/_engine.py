@@ -23,7 +23,7 @@ from omni_trio.pipeline import StageSpec
 from omni_trio.stages import ClientStatistics, ReplicaContext
 
 from . import _compat
-from ._calls import METHODS, nearest_method, plan_call, read_result
+from ._calls import METHODS, clears_multimodal_cache, nearest_method, plan_call, read_result
 from ._inputs import Rendering, is_empty, plan_rendering
 from ._kv import decode_params, describe_source, prefill_params, remote_cached_tokens, unpaired
 from ._legs import Leg
@@ -236,6 +236,9 @@ class VllmClient:
         answer = await self._ask(name, *arguments)
         if answer.failure is not None:
             raise self._call_failed(method, f"{answer.failure}{nearest_method(method)}")
+        if clears_multimodal_cache(name, arguments):
+            async with self._in_order:  # no prompt is rendered meanwhile
+                self._frontend.clear_multimodal_cache()
         return read_result(method, answer.result)
 
     @property

@@ -253,7 +253,7 @@ class RequestFlow:
         segment_end = segment_end and self._session
         edges = plan.feeds[stage_id] if segment_end else plan.pieces_to[stage_id]
         if kv_ready and plan.early_to[stage_id]:
-            early = self._whole(stage_id, plan.early_to[stage_id])
+            early = self._whole(plan.early_to[stage_id])
             return [*early, *self._pieces(edges, segment_end=segment_end)]
         return list(self._pieces(edges, segment_end=segment_end)) if edges else _NOTHING
 
@@ -345,7 +345,7 @@ class RequestFlow:
                 return (Finish(),)
         if stage_id == 0 and plan.handoff is not None:
             return self._hand_off(plan.handoff, kv_params)
-        decisions = list(self._whole(stage_id, plan.feeds[stage_id]))
+        decisions = list(self._whole(plan.feeds[stage_id]))
         if self._session:
             decisions.extend(self._with_it(stage_id, last=True, placeholder=False))
         return decisions
@@ -391,10 +391,11 @@ class RequestFlow:
         for child in edges:
             yield from self._edge(child, EdgeFact.PART, segment_end=segment_end)
 
-    def _whole(self, stage_id: int, edges: Sequence[int]) -> Iterator[Decision]:
-        early = stage_id == 0 and bool(self._missing)
+    def _whole(self, edges: Sequence[int]) -> Iterator[Decision]:
+        # Companions are of the first stage alone, but until they have ended no other one has anything to forward.
+        fact = EdgeFact.WHOLE_EARLY if self._missing else EdgeFact.WHOLE
         for child in edges:
-            yield from self._edge(child, EdgeFact.WHOLE_EARLY if early else EdgeFact.WHOLE)
+            yield from self._edge(child, fact)
 
     def _came_to_nothing(self, stage_id: int) -> Sequence[Decision]:
         self._edge(stage_id, EdgeFact.EMPTY)

@@ -564,7 +564,7 @@ def test_a_replica_that_dies_when_it_is_asked_to_pause_is_idle():
     async def main():
         async def die(client, **kwargs):
             if client.replica_id == 1:
-                client.client._die(Die(message="worn out"))
+                client.client.die(Die(message="worn out"))
             return await client.client.call("pause_scheduler", (), kwargs)
 
         async with simulated(TRIPLE, Engine(answers={"pause_scheduler": die}), on_engine_death="isolate") as runtime:

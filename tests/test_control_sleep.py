@@ -256,7 +256,7 @@ def test_a_replica_that_dies_while_it_falls_asleep_is_named_and_forgotten():
     async def main():
         async def die(client, **kwargs):
             if client.replica_id == 2:
-                client.client._die(Die(message="it fell from the bed"))
+                client.client.die(Die(message="it fell from the bed"))
             return await client.client.call("sleep", (), kwargs)
 
         async with simulated(TRIPLE, Engine(answers={"sleep": die}), on_engine_death="isolate") as runtime:

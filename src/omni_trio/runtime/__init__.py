@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ._audit import Holdings, holdings
 from ._control import Answers, Control
 from ._handle import Request
 from ._operate import PauseMode, WhenAsked
@@ -28,6 +29,7 @@ __all__ = [
     "Control",
     "DeathPolicy",
     "Health",
+    "Holdings",
     "Instrument",
     "PauseMode",
     "Phase",
@@ -42,5 +44,6 @@ __all__ = [
     "StageResult",
     "StageStatistics",
     "WhenAsked",
+    "holdings",
     "open_runtime",
 ]

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, TypeAlias
 
-import attrs
+import msgspec
 
 __all__ = [
     "Chunk",
     "Die",
+    "DieOnSubmit",
+    "Duplicate",
     "Error",
     "Finish",
     "FinishSilently",
@@ -25,95 +27,105 @@ __all__ = [
 ]
 
 
-def _ids(token_ids: Iterable[int]) -> tuple[int, ...]:
-    return tuple(token_ids)
-
-
-@attrs.frozen
-class Wait:
+class Wait(msgspec.Struct, frozen=True, tag=True):
     """Let virtual time pass."""
 
     seconds: float
 
 
-@attrs.frozen
-class Chunk:
+class Chunk(msgspec.Struct, frozen=True, tag=True):
     """Give an output that is not the last one."""
 
-    token_ids: tuple[int, ...] = attrs.field(default=(), converter=_ids)
+    token_ids: tuple[int, ...] = ()
     text: str | None = None
     """None: one word per token."""
     data: Mapping[str, Any] | None = None
 
 
-@attrs.frozen
-class Finish:
+class Finish(msgspec.Struct, frozen=True, tag=True):
     """Give the last output, with whatever `token_ids` are left to give.
 
     In a session it ends the segment; the last segment's ends the request.
     """
 
     reason: str = "stop"
-    token_ids: tuple[int, ...] = attrs.field(default=(), converter=_ids)
+    token_ids: tuple[int, ...] = ()
     kv: Mapping[str, Any] | None = None
     """``kv_transfer_params`` for the stage that takes over."""
 
 
-@attrs.frozen
-class KvReady:
+class KvReady(msgspec.Struct, frozen=True, tag=True):
     """Tell that the request's KV cache can be had, and go on."""
 
 
-@attrs.frozen
-class Step:
+class Step(msgspec.Struct, frozen=True, tag=True):
     """Tell how far the work has come, in steps."""
 
     step: int
     total: int
 
 
-@attrs.frozen
-class FinishSilently:
+class FinishSilently(msgspec.Struct, frozen=True, tag=True):
     """End the request with an output that carries nothing but its reason."""
 
     reason: str = "stop"
 
 
-@attrs.frozen
-class Error:
+class Error(msgspec.Struct, frozen=True, tag=True):
     """Fail this request and no other."""
 
     message: str = "simulated error"
 
 
-@attrs.frozen
-class Reject:
+class Reject(msgspec.Struct, frozen=True, tag=True):
     """Refuse the request at `submit`. Only meaningful as the first verb."""
 
     message: str = "simulated refusal"
 
 
-@attrs.frozen
-class Stall:
+class Stall(msgspec.Struct, frozen=True, tag=True):
     """Never answer again, until aborted."""
 
 
-@attrs.frozen
-class Die:
+class Die(msgspec.Struct, frozen=True, tag=True):
     """The whole replica dies here."""
 
     message: str = "simulated death"
     exit_code: int = -9
 
 
-@attrs.frozen
-class LateChunk:
+class DieOnSubmit(msgspec.Struct, frozen=True, tag=True):
+    """The whole replica dies while the request is handed to it. Only meaningful as the first verb."""
+
+    message: str = "simulated death at submission"
+    exit_code: int = -9
+
+
+class LateChunk(msgspec.Struct, frozen=True, tag=True):
     """From here on, an abort is answered with one more output: the step that was in flight."""
 
-    token_ids: tuple[int, ...] = attrs.field(default=(-1,), converter=_ids)
+    token_ids: tuple[int, ...] = (-1,)
 
 
-Verb: TypeAlias = Wait | Chunk | KvReady | Step | Finish | FinishSilently | Error | Reject | Stall | Die | LateChunk
+class Duplicate(msgspec.Struct, frozen=True, tag=True):
+    """Breaks the contract: give the last output once more, after it has been given."""
+
+
+Verb: TypeAlias = (
+    Wait
+    | Chunk
+    | KvReady
+    | Step
+    | Finish
+    | FinishSilently
+    | Error
+    | Reject
+    | Stall
+    | Die
+    | DieOnSubmit
+    | LateChunk
+    | Duplicate
+)
 Script: TypeAlias = tuple[Verb, ...]
 """What happens to one request, in order. A script that does not end it ends with `Stall`."""
 

@@ -6,7 +6,7 @@ import math
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, TypeAlias
 
 import attrs
 import trio
@@ -19,6 +19,8 @@ from omni_trio.stages import ClientStatistics, ReplicaContext, StageClient
 from .script import (
     Chunk,
     Die,
+    DieOnSubmit,
+    Duplicate,
     Error,
     Finish,
     FinishSilently,
@@ -31,7 +33,10 @@ from .script import (
     tokens,
 )
 
-__all__ = ["SimStage"]
+__all__ = ["SimStage", "Watch"]
+
+Watch: TypeAlias = Callable[..., None]
+"""Is told what a simulated replica is asked and says: ``watch(what, context, request_id, **facts)``."""
 
 _PARAMS = ("max_tokens", "temperature", "seed")
 
@@ -74,6 +79,9 @@ class SimStage:
     """What the replicas were asked, in order: ``("submit", stage, replica, request id)`` and so on. It grows with every
     request; None keeps nothing, which is how a stage of a pipeline file has it."""
 
+    watch: Watch | None = attrs.field(default=None, repr=False, eq=False)
+    """Is told everything, for traces (see `omni_trio.testing.run_simulation`)."""
+
     @classmethod
     def from_options(cls, options: Mapping[str, Any], *, stage: str) -> SimStage:
         """Make one from a pipeline file's options.
@@ -81,7 +89,7 @@ class SimStage:
         Raises:
             ConfigError: an option is unknown, of the wrong type or out of range.
         """
-        known = {field.name for field in attrs.fields(cls)} - {"script", "kv_sender", "log"}
+        known = {field.name for field in attrs.fields(cls)} - {"script", "kv_sender", "log", "watch"}
         for key, value in options.items():
             where = f"stages.{stage}.options.{key}"
             if key not in known:
@@ -102,9 +110,11 @@ class SimStage:
         context.report("ready")
         async with trio.open_nursery() as nursery:
             client = _SimClient(self, context, nursery)
+            client.tell("up")
             try:
                 yield client
             finally:
+                client.tell("down")
                 client.close()
                 with trio.move_on_after(context.close_timeout, shield=True):
                     await trio.sleep(self.close_time)
@@ -144,7 +154,9 @@ class _SimClient:
         self._outputs: list[StageOutput] = []
         self._news = trio.Event()
         self._death: EngineDied | None = None
-        self._calls: set[trio.CancelScope] = set()
+        self._last_said: StageOutput | None = None
+        # A dict, not a set: the order in which scopes are cancelled must not depend on where they lie in memory.
+        self._calls: dict[trio.CancelScope, None] = {}
         self._asleep: frozenset[str] = frozenset()
         """What of its memory is given up."""
         self._paused: str | None = None
@@ -180,9 +192,12 @@ class _SimClient:
             await trio.lowlevel.checkpoint()
         if script and isinstance(script[0], Reject):
             raise InvalidRequest(script[0].message)
+        if script and isinstance(script[0], DieOnSubmit):
+            self.die(script[0])
         self._check_alive()
         work = self._work[request.request_id] = _Work()
         work.scripts.append((script, request))
+        self._tell_input("submit", request, count=len(self._work))
         self._nursery.start_soon(self._run, request.request_id, work)
 
     async def update(self, request: StageRequest) -> None:
@@ -193,11 +208,14 @@ class _SimClient:
         if work is None:
             return
         work.scripts.append((self._script(request), request))
+        self._tell_input("update", request)
         work.more.set()
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         self._check_alive()
         self._note("abort", *request_ids)
+        for request_id in request_ids:
+            self.tell("abort", request_id)
         if self._stage.abort_error is not None:
             await trio.lowlevel.checkpoint()
             raise StageFailed(self._stage.abort_error)
@@ -212,6 +230,7 @@ class _SimClient:
         await trio.sleep(self._stage.abort_time)
         for request_id in request_ids:
             self._work.pop(request_id, None)
+            self.tell("aborted", request_id, count=len(self._work))
         self._note_change()
         self._outputs = [output for output in self._outputs if output.request_id not in request_ids]
 
@@ -223,6 +242,9 @@ class _SimClient:
             self._news = trio.Event()
             await self._news.wait()
         outputs, self._outputs = self._outputs, []
+        if self._stage.watch is not None:
+            for output in outputs:
+                self._tell_output(output)
         return outputs
 
     async def call(self, method: str, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
@@ -232,14 +254,14 @@ class _SimClient:
             await trio.lowlevel.checkpoint()
             raise StageFailed(f"a simulated stage has no {method!r}{nearest(method, _METHODS)}")
         with trio.CancelScope() as scope:  # cancelled when the replica dies
-            self._calls.add(scope)
+            self._calls[scope] = None
             try:
                 await trio.lowlevel.checkpoint()
                 return await function(self, *args, **(kwargs or {}))
             except TypeError as error:
                 raise StageFailed(f"{method!r}: {error}") from error
             finally:
-                self._calls.remove(scope)
+                del self._calls[scope]
         assert self._death is not None  # nothing else cancels the scope
         raise self._death
 
@@ -280,6 +302,7 @@ class _SimClient:
     async def release_kv(self, request: StageRequest) -> None:
         self._check_alive()
         self._note("release_kv", request.request_id)
+        self.tell("release_kv", request.request_id)
         await trio.lowlevel.checkpoint()
 
     def kv_sender_info(self) -> Mapping[str, Any] | None:
@@ -367,15 +390,23 @@ class _SimClient:
                 work.over = True
                 self._put(_last(request_id, verb))
                 return
+            elif isinstance(verb, Duplicate):
+                await trio.lowlevel.checkpoint()
+                if self._last_said is not None:
+                    self._put(self._last_said)
             elif isinstance(verb, Die):
                 await trio.lowlevel.checkpoint()
-                self._die(verb)
+                self.die(verb)
             elif isinstance(verb, LateChunk):
                 work.late = verb.token_ids
             else:
                 await trio.sleep_forever()
 
-    def _die(self, verb: Die) -> None:
+    def die(self, verb: Die | DieOnSubmit) -> None:
+        """The replica dies, now."""
+        if self._death is not None:
+            return
+        self.tell("dies", text=verb.message)
         stage = self._context.stage.name
         self._death = EngineDied(
             verb.message,
@@ -393,7 +424,28 @@ class _SimClient:
 
     def _put(self, output: StageOutput) -> None:
         self._outputs.append(output)
+        self._last_said = output
         self._news.set()
+
+    def tell(self, what: str, request_id: str = "", **facts: Any) -> None:
+        if self._stage.watch is not None:
+            self._stage.watch(what, self._context, request_id, **facts)
+
+    def _tell_input(self, what: str, request: StageRequest, **facts: Any) -> None:
+        if self._stage.watch is not None:
+            tokens = tuple(request.input.token_ids or ())
+            self.tell(what, request.request_id, tokens=tokens, last=request.last, **facts)
+
+    def _tell_output(self, output: StageOutput) -> None:
+        ready = output.kv_transfer_params is not None and output.kv_ready
+        self.tell(
+            "says",
+            output.request_id,
+            tokens=tuple(output.token_ids),
+            last=output.finished,
+            detail="error" if output.error is not None else output.finish_reason or ("kv ready" if ready else ""),
+            text=output.error or "",
+        )
 
     def _check_alive(self) -> None:
         if self._death is not None:

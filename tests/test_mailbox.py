@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections import deque
+
 import numpy as np
 import pytest
 import trio
@@ -71,18 +73,81 @@ def test_stages_keep_apart_and_come_in_the_order_of_their_oldest_output():
     run(main)
 
 
-def test_an_error_comes_after_what_came_before_it_and_only_once():
+def test_an_error_comes_after_what_came_before_it_and_again_whenever_it_is_asked_for():
     async def main():
         box, leg = Mailbox(), make_leg()
         box.put(leg, out(1, text="a"))
         box.close(StageFailed("broken"))
         box.close(RequestAborted("too late to count"))
         assert (await box.take()).text == "a"
-        with pytest.raises(StageFailed, match="broken"):
-            await box.take()
+        for _ in range(2):
+            with pytest.raises(StageFailed, match="broken"):
+                await box.take()
+            with pytest.raises(StageFailed, match="broken"):
+                await box.take_all()
+
+    run(main)
+
+
+def test_completions_keep_apart_and_the_stages_last_word_comes_last():
+    async def main():
+        box, leg = Mailbox(), make_leg()
+        for index in (0, 1, 0, 1, 2):
+            box.put(leg, StageOutput(request_id="r-1", index=index, token_ids=(index,)))
+        box.put(leg, StageOutput(request_id="r-1", index=1, completion_finish_reason="stop"))
+        box.put(leg, StageOutput(request_id="r-1", index=2, completion_finish_reason="stop"))
+        box.put(leg, StageOutput(request_id="r-1", index=0, token_ids=(9,), finish_reason="length"))
+        box.close()
+        events = [await box.take() for _ in range(3)]
+        assert [(e.index, list(e.token_ids), e.finish_reason, e.finished) for e in events] == [
+            (1, [1, 1], "stop", False),
+            (2, [2], "stop", False),
+            (0, [0, 0, 9], "length", True),
+        ]
         assert await box.take() is None
 
     run(main)
+
+
+def test_segments_of_a_session_keep_apart():
+    async def main():
+        box, leg = Mailbox(), make_leg()
+        leg.segments = deque((0, 1))
+        box.put(leg, StageOutput(request_id="r-1", token_ids=(1,)))
+        box.put(leg, StageOutput(request_id="r-1", token_ids=(2,), segment_end=True))
+        leg.segments.popleft()
+        box.put(leg, StageOutput(request_id="r-1", token_ids=(3,), finish_reason="stop"))
+        box.close()
+        events = [await box.take() for _ in range(2)]
+        assert [(e.segment, list(e.token_ids), e.segment_end, e.finished) for e in events] == [
+            (0, [1, 2], True, False),
+            (1, [3], False, True),
+        ]
+
+    run(main)
+
+
+def test_only_the_newest_progress_waits():
+    async def main():
+        box, leg = Mailbox(), make_leg()
+        for step in range(1, 100):
+            box.put_progress(leg, StageOutput(request_id="r-1", progress=(step, 99)))
+        assert len(box._entries) == 1
+        event = await box.take()
+        assert (event.step, event.total, event.stage) == (99, 99, leg.stage)
+
+    run(main)
+
+
+def test_what_waits_can_be_drained_or_dropped():
+    box, leg = Mailbox(), make_leg()
+    box.put(leg, out(1))
+    (event,) = box.drain()
+    assert list(event.token_ids) == [1]
+    assert box.drain() == []
+    box.put(leg, out(2))
+    box.drop()
+    assert box.drain() == []
 
 
 def test_discard_throws_away_what_waits():

@@ -15,7 +15,7 @@ from omni_trio.errors import (
     ShutDown,
     StageFailed,
 )
-from omni_trio.messages import Output, StageInput
+from omni_trio.messages import Output, StageInput, StageOutput
 from omni_trio.pipeline import Pipeline, StageSpec
 from omni_trio.testing import Chunk, Error, Finish, LateChunk, SimStage, Stall, Wait
 from support import P1, P3, assert_empty, run, simulated, stage
@@ -447,5 +447,41 @@ def test_a_pipeline_that_can_not_take_sessions_says_why():
                     pass
             with pytest.raises(InvalidRequest, match="open_stream"):
                 runtime.request(None)
+
+    run(main)
+
+
+def test_a_first_stage_that_has_enough_takes_no_more_segments():
+    async def main():
+        enough = SimStage(script=echo)
+        later = SimStage(script=lambda _: (Stall(),))
+        pipe = Pipeline([stage("a"), stage("b")])
+        async with simulated(pipe, enough, later) as runtime:
+            async with runtime.open_stream(deadline=50) as stream:
+                await stream.send([1])
+                await trio.sleep(1)
+                client = runtime._orchestrator.pools[0].replicas[0].client
+                client._put(StageOutput(request_id=enough.log[0][3], finish_reason="stop"))
+                await trio.sleep(1)
+                with pytest.raises(SessionClosed, match="has enough"):
+                    await stream.send([2])
+            assert [what for what, *_ in enough.log if what != "abort"] == ["submit"]
+
+    run(main)
+
+
+def test_stages_by_connector_answer_as_many_segments_as_there_were():
+    async def main():
+        pipe = Pipeline([stage("a", final_output=True), stage("b"), stage("c", feed="connector")])
+        sims = [SimStage(script=echo), SimStage(script=echo), SimStage(script=lambda _: (Chunk((7,)), Finish()))]
+        async with simulated(pipe, *sims) as runtime:
+            async with runtime.open_stream() as stream:
+                for segment in ([1], [2], [3]):
+                    await stream.send(segment)
+                await stream.aclose()
+                events = await collect(stream)
+            assert_empty(runtime)
+        assert by_segment(of("a", events)) == {0: (1,), 1: (2,), 2: (3,)}
+        assert set(by_segment(of("c", events))) >= {0, 1, 2}
 
     run(main)

@@ -24,7 +24,7 @@ from omni_trio.errors import (
     StageFailed,
 )
 from omni_trio.messages import StageInput, StageOutput
-from omni_trio.routing import Decision, Defer, Fail, Finish, Forward, Handoff, LegState, RoutePlan
+from omni_trio.routing import Decision, Defer, Fail, Finish, Forward, Handoff, LegState, RoutePlan, Update
 from omni_trio.stages import Leg, Replica, StagePool
 
 from ._admission import make_companions
@@ -193,7 +193,7 @@ class RequestTask:
 
     def _follow(self, decisions: Iterable[Decision], source: Leg) -> None:
         for decision in decisions:
-            if isinstance(decision, Forward | Handoff):
+            if isinstance(decision, Forward | Handoff | Update):
                 self.turn.put(decision, source)
                 self._wake.set()
             elif isinstance(decision, Finish):
@@ -366,9 +366,15 @@ class RequestTask:
         """
         session = self.session
         assert session is not None  # only sessions are sent to
-        if session.closed or self.verdict is not None:
-            what = "was closed by its caller" if session.closed else f"has ended ({self.verdict})"
-            error = SessionClosed(f"the session {what}; open a new one", request_id=self.external_id)
+        why = None
+        if session.closed:
+            why = "was closed by its caller"
+        elif self.verdict is not None:
+            why = f"has ended ({self.verdict})"
+        elif session.begun and not segment.turn and not self.turn.flow.takes_input:
+            why = "takes no more input: its first stage has decided that it has enough"
+        if why is not None:
+            error = SessionClosed(f"the session {why}; open a new one", request_id=self.external_id)
             error.__cause__ = self.error
             raise error
         session.closed = segment.last

@@ -47,7 +47,7 @@ _NO_COMPANIONS: Mapping[str, CompanionOutput] = MappingProxyType({})
 class _Waiting:
     """A decision that the request's task has not come to yet."""
 
-    decision: Forward | Handoff
+    decision: Forward | Handoff | Update
     mark: Mark | None = None
     """In a session, at the end of a segment: how much of the source belongs to it and to those before."""
     segment: int = 0
@@ -80,9 +80,9 @@ class Turn:
         """Whether anything waits to be carried out."""
         return bool(self._waiting)
 
-    def put(self, decision: Forward | Handoff, source: Leg | None) -> None:
+    def put(self, decision: Forward | Handoff | Update, source: Leg | None) -> None:
         """Have a decision carried out by the task. Pieces over one edge are carried together."""
-        if isinstance(decision, Handoff):
+        if not isinstance(decision, Forward):
             self._waiting.append(_Waiting(decision))
             return
         stage_id = decision.stage_id
@@ -109,8 +109,9 @@ class Turn:
         """Carry out what has waited longest."""
         waiting = self._waiting.popleft()
         decision = waiting.decision
-        if isinstance(decision, Handoff):
-            await self.carry_out((decision,), self._task.prompt)
+        if not isinstance(decision, Forward):
+            made = self._task.prompt if isinstance(decision, Handoff) else _NOTHING
+            await self.carry_out((decision,), made, segment=waiting.segment)
             return
         if self._mergeable.get(decision.stage_id) is waiting:
             del self._mergeable[decision.stage_id]
@@ -120,11 +121,12 @@ class Turn:
 
     async def begin(self, first: StageInput, *, last: bool) -> None:
         """Hand the first input to the first stage, and the companions with it."""
-        await self.carry_out(self.flow.start(last=last), first)
+        await self.carry_out(self.flow.start(last=last), first, segment=self._segments)
 
     async def feed(self, segment: StageInput, *, last: bool) -> None:
         """Hand another segment of a session to the first stage."""
-        await self.carry_out(self.flow.more_input(last=last), segment)
+        decisions = self.flow.more_input(last=last, made_input=segment != _NOTHING)
+        await self.carry_out(decisions, segment, segment=self._segments)
 
     async def carry_out(
         self, decisions: Iterable[Decision], made: StageInput, *, bridge_s: float = 0.0, segment: int = 0
@@ -138,7 +140,7 @@ class Turn:
                 leg.meter.bridge_s += bridge_s
                 self._task.trace_leg("leg.updated", leg)
                 self._note_segment(leg, decision, segment)
-                given = self._placeholder(decision.stage_id) if decision.placeholder else made
+                given = self._given_to(decision, made)
                 request = self._stage_request(leg, given, last=decision.last, segment_end=decision.segment_end)
                 await self._hand_over(leg, request, update=True)
             elif isinstance(decision, SubmitCompanion):
@@ -163,7 +165,7 @@ class Turn:
         self.legs[stage_id] = leg
         leg.meter.bridge_s = bridge_s
         self._note_segment(leg, decision, segment)
-        given = self._placeholder(stage_id) if decision.placeholder else made
+        given = self._given_to(decision, made)
         kv = KvTransfer(role="prefill", transfer_id=f"xfer-{self.request_id}") if prefills else None
         await self._submit(leg, self._stage_request(leg, given, decision.last, decision.segment_end, kv))
 
@@ -216,11 +218,15 @@ class Turn:
         if leg.segments is None:
             return
         if leg.stage_id == 0:
-            segment, self._segments = self._segments, self._segments + 1
-        elif decision.placeholder:
-            segment = self._segments - 1
+            self._segments += 1
         if not leg.segments or leg.segments[-1] != segment:
             leg.segments.append(segment)
+
+    def _given_to(self, decision: Submit | Update, made: StageInput) -> StageInput:
+        """What a stage is handed: what the decision is about, unless its data comes by connector."""
+        if decision.placeholder:
+            return self._placeholder(decision.stage_id)
+        return _NOTHING if self._pipeline.stages[decision.stage_id].feed == "connector" else made
 
     def _placeholder(self, stage_id: int) -> StageInput:
         stage = self._pipeline.stages[stage_id]

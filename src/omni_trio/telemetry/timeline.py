@@ -374,9 +374,10 @@ class _Picture:
         for time, why in lane.replica.deaths:
             x = self._x(time)
             line = _line("death", x, lane.top - 3, lane.bottom + 3)
-            room = _WIDTH - _RIGHT - x - 8
+            after, before = _WIDTH - _RIGHT - x - 8, x - _LEFT - 8
+            # A death is often the last thing that happens, and then there is more room in front of it.
+            place, room = ((x + 6, "start"), after) if after > 120 or after >= before else ((x - 6, "end"), before)
             words = _fit(f"died: {why}", min(room, 360.0), 11) if why and room > 120 else "died"
-            place = (x + 6, "start") if room > 30 else (x - 6, "end")
             yield _group(why, line, _words("dead", place[0], lane.top + 17, words, anchor=place[1]))
 
 

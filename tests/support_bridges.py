@@ -122,6 +122,8 @@ def _run(function: Bridge, contexts: Sequence[BridgeContext]) -> tuple[list[Stag
             _assert_input(result)
             _assert_own_memory(one, result)
             _assert_own_memory([earlier for earlier in made if earlier is not None], result)
+            for index, item in enumerate(result.batch or ()):
+                _assert_own_memory(result.batch[:index], item)
         made.append(result)
     return made, None
 

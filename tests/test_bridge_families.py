@@ -1,8 +1,7 @@
-"""The bridges of model families: what they make of what, call by call, and over simulated stages (I14)."""
+"""The bridges to talkers and vocoders: what they make of what, call by call (I14)."""
 
 from __future__ import annotations
 
-import itertools
 import subprocess
 import sys
 
@@ -11,18 +10,13 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-import trio
 
+from bridge_samples import ASSISTANT, FAMILIES, PROMPT, START, SYSTEM, USER, frames, info, one, rows, spoken, thought
 from omni_trio.bridges import (
-    BUILTIN,
-    CompanionOutput,
-    ExpandContext,
     resolve_bridge,
-    resolve_expand,
     resolve_placeholder,
 )
-from omni_trio.bridges.families import ArToImage, CodecToWave, HandOver, TalkerPromptLength, TextToSpeech
-from omni_trio.bridges.families.image import ar_to_image, bagel_expand, cfg_expand, denoise_to_decode, encode_to_denoise
+from omni_trio.bridges.families import ArToImage, CodecToWave, TalkerPromptLength, TextToSpeech
 from omni_trio.bridges.families.qwen_omni import (
     talker_prompt_length,
     talker_to_code2wav,
@@ -33,41 +27,9 @@ from omni_trio.bridges.families.qwen_omni import (
 )
 from omni_trio.bridges.families.tts import talker_to_code2wav as tts_to_code2wav
 from omni_trio.bridges.families.tts import text_to_speech
-from omni_trio.errors import BridgeFailed, InvalidRequest
-from omni_trio.messages import Output, StageInput
-from omni_trio.pipeline import Pipeline
-from omni_trio.testing import Chunk, Finish, SimStage
-from support import simulated, stage
-from support_bridges import check_bridge, check_expand, context
-
-START, SYSTEM, USER, ASSISTANT = 151644, 8948, 872, 77091
-PROMPT = [START, USER, 5, 6, START, ASSISTANT]  # 4 of the user's, 9 for the assistant
-FAMILIES = "omni_trio.bridges.families"
-
-
-def rows(start, stop, *, width=3, dtype="float32"):
-    """Rows that tell which they are."""
-    return (np.arange(start, stop).reshape(-1, 1) + np.zeros((1, width))).astype(dtype)
-
-
-def thought(prompt, first, last, **more):
-    """The data of a thinker of Qwen3-Omni whose rows from `first` to `last` are there."""
-    return {
-        "ids.prompt": list(prompt),
-        "hidden_states.layer_0": rows(first, last),
-        "hidden_states.layer_24": rows(first + 100, last + 100),
-        **more,
-    }
-
-
-def info(made):
-    return made.data["additional_information"]
-
-
-def one(bridge, **fields):
-    (made,) = check_bridge(bridge, [context(**fields)])
-    return made
-
+from omni_trio.errors import InvalidRequest
+from omni_trio.messages import StageInput
+from support_bridges import check_bridge, context
 
 # --------------------------------------------------------------------------------------------------------------
 # All of them
@@ -201,6 +163,11 @@ def test_rows_of_the_next_segment_wait_for_it():
     )
     np.testing.assert_array_equal(info(made[0])["embed"]["prefill"], rows(0, 8))
     np.testing.assert_array_equal(info(made[1])["embed"]["prefill"], rows(8, 11))
+
+
+def test_at_the_end_there_is_no_next_segment_whatever_was_told_before():
+    told = one(thinker_to_talker, token_ids=(1,), data=thought(PROMPT, 0, 6, **{"meta.new_prompt_len_snapshot": 5}))
+    assert info(told)["ids"]["prompt"] == PROMPT
 
 
 def test_a_source_whose_last_tokens_have_rows_says_so():
@@ -341,17 +308,6 @@ def test_the_length_needs_token_ids():
 
 # --------------------------------------------------------------------------------------------------------------
 # Talker to vocoder
-
-
-def frames(*firsts, size=16):
-    return np.array([[first, *range(1, size)] for first in firsts]).reshape(-1, size)
-
-
-def spoken(made, size=16):
-    """The new frames, and those before them."""
-    table = np.array(made.token_ids).reshape(size, -1).T.tolist()
-    before = info(made)["meta"]["left_context_size"]
-    return [frame[0] for frame in table[before:]], [frame[0] for frame in table[:before]]
 
 
 def test_frames_go_codebook_after_codebook():
@@ -533,364 +489,3 @@ def test_how_to_speak_goes_along():
     prompt = StageInput(text="x", data={"instruct": "softly", "task_type": ["CustomVoice"], "other": 1})
     told = info(one(text_to_speech, text="Hi", prompt=prompt))
     assert told == {"text": ["Hi"], "instruct": ["softly"], "task_type": ["CustomVoice"]}
-
-
-# --------------------------------------------------------------------------------------------------------------
-# To an image
-
-PICTURE = np.ones((4, 4, 3), "uint8")
-
-
-def companion(**fields):
-    usual = {"request_id": "r.cfg_text", "token_ids": (), "text": "", "data": {}, "finish_reason": "stop"}
-    return CompanionOutput(**{**usual, **fields})
-
-
-def test_the_users_own_prompt_goes_to_the_stage_with_its_settings_but_without_its_images():
-    prompt = StageInput(text="a cat", data={"height": 64, "multi_modal_data": {"image": PICTURE}, "secret": 1})
-    made = one(ar_to_image, prompt=prompt, finished=False)  # as soon as the KV cache can be had
-    assert (made.text, made.data) == ("a cat", {"height": 64})
-
-
-def test_images_go_along_where_the_stage_requires_them():
-    prompt = StageInput(token_ids=(1, 2), data={"multi_modal_data": {"image": [PICTURE]}})
-    made = one(ar_to_image, prompt=prompt, requires_multimodal_data=True)
-    assert made.token_ids == (1, 2)
-    np.testing.assert_array_equal(made.data["multi_modal_data"]["image"][0], PICTURE)
-
-
-def test_a_batch_goes_as_a_batch():
-    prompt = StageInput(batch=(StageInput(text="a", data={"seed": 1}), StageInput(embeds=np.ones((2, 3)))))
-    made = one(ar_to_image, prompt=prompt)
-    assert [(item.text, item.data) for item in made.batch] == [("a", {"seed": 1}), (None, {})]
-    assert made.batch[1].embeds.shape == (2, 3)
-
-
-def test_what_cannot_be_copied_is_refused():
-    prompt = StageInput(text="x", data={"multi_modal_data": {"image": (part for part in "abc")}})
-    with pytest.raises(InvalidRequest, match="type generator can not be copied"):
-        one(ar_to_image, prompt=prompt, requires_multimodal_data=True)
-
-
-def test_words_and_tokens_of_a_model_and_its_companions():
-    bridge = attrs.evolve(ar_to_image, made="text")
-    branches = {"cfg_text": companion(text="blurry", token_ids=(9, 1)), "other": companion(text="sky")}
-    made = one(bridge, text="a red cat", companions=branches)
-    assert (made.text, made.data) == ("a red cat", {"negative_prompt": "blurry", "other": "sky"})
-    tokens = attrs.evolve(ar_to_image, made="tokens", drop={1})
-    made = one(tokens, token_ids=(1, 2, 3, 1), companions={"cfg_text": branches["cfg_text"]})
-    assert (made.token_ids, made.data) == ((2, 3), {"negative_prompt_token_ids": (9,)})
-
-
-@pytest.mark.parametrize("made", ["text", "tokens", "embeds"])
-def test_a_model_that_is_not_done_is_waited_for(made):
-    data = {"hidden_states.output": rows(0, 2)}
-    assert one(attrs.evolve(ar_to_image, made=made), text="a", token_ids=(1,), data=data, finished=False) is None
-
-
-@pytest.mark.parametrize("made", ["text", "tokens"])
-def test_a_model_that_made_nothing_makes_no_image(made):
-    assert one(attrs.evolve(ar_to_image, made=made)) is None
-
-
-EMBEDS = attrs.evolve(ar_to_image, made="embeds")
-
-
-def test_embeddings_with_masks_and_negative_branches():
-    data = {"hidden_states.output": rows(0, 2), "prompt_embeds_mask": np.ones(2)}
-    branch = companion(data={"hidden_states": {"output": rows(5, 6)}, "prompt_embeds_mask": np.ones(1)})
-    made = one(EMBEDS, data=data, companions={"cfg_text": branch})
-    np.testing.assert_array_equal(made.embeds, rows(0, 2))
-    assert {key: value.shape for key, value in made.data.items()} == {
-        "prompt_embeds_mask": (2,),
-        "negative_prompt_embeds": (1, 3),
-        "negative_prompt_embeds_mask": (1,),
-    }
-
-
-def test_embeddings_of_a_batch_are_dealt_out():
-    data = {"hidden_states.output": np.stack([rows(0, 2), rows(2, 4)])}
-    branch = companion(data={"hidden_states.output": np.stack([rows(4, 5), rows(5, 6)])})
-    made = one(EMBEDS, data=data, companions={"cfg_text": branch}, prompt=StageInput(text="x", data={"seed": 3}))
-    for index, item in enumerate(made.batch):
-        np.testing.assert_array_equal(item.embeds, rows(2 * index, 2 * index + 2))
-        np.testing.assert_array_equal(item.data["negative_prompt_embeds"], rows(4 + index, 5 + index))
-        assert item.data["seed"] == 3
-
-
-@pytest.mark.parametrize(
-    ("data", "branch", "says"),
-    [
-        ({}, None, "of 'thinker' must be an array of shape"),
-        ({"hidden_states.output": rows(0, 2)}, {}, "of the companion 'cfg_text' must be an array"),
-        ({"hidden_states.output": rows(0, 2)}, {"hidden_states.output": rows(0, 2)[None]}, "one is a batch"),
-        ({"hidden_states.output": rows(0, 4).reshape(2, 2, 3)}, {"hidden_states.output": rows(0, 2)[None]},
-         "is for 1 prompts, and the embeddings are for 2"),
-        ({"hidden_states.output": np.zeros((0, 2, 3))}, None, "no prompt in it"),
-    ],
-)  # fmt: skip
-def test_embeddings_that_do_not_fit_are_refused(data, branch, says):
-    companions = {} if branch is None else {"cfg_text": companion(data=branch)}
-    with pytest.raises(InvalidRequest, match=says):
-        one(EMBEDS, data=data, companions=companions)
-
-
-def test_named_values_are_handed_over_when_the_source_is_done():
-    data = {"latents": rows(0, 2), "height": 64, "width": 32, "output_type": "pil", "more": 1}
-    assert one(denoise_to_decode, data=data, finished=False) is None
-    made = one(denoise_to_decode, data=data)
-    assert set(info(made)) == {"latents", "height", "width", "output_type"}
-    nested = one(HandOver(required=("hidden_states.output",)), data={"hidden_states.output": rows(0, 1)})
-    assert set(info(nested)["hidden_states"]) == {"output"}
-    with pytest.raises(InvalidRequest, match="ended without context, context_mask, timesteps, img_shapes in its data"):
-        one(encode_to_denoise, data=data)
-
-
-# --------------------------------------------------------------------------------------------------------------
-# Companions
-
-
-def expanded(expand, prompt, params=None):
-    made = check_expand(expand, ExpandContext(request_id="r", prompt=prompt, params=params))
-    return {one.role: one for one in made}
-
-
-def test_words_alone_are_guided_by_a_negative_prompt():
-    for prompt in (StageInput(text="a cat"), StageInput(token_ids=(1, 2)), StageInput(embeds=rows(0, 2))):
-        made = expanded(cfg_expand, prompt)
-        assert list(made) == ["cfg_text"]
-        assert made["cfg_text"].input == StageInput(text="")
-
-
-@pytest.mark.parametrize(
-    ("said", "params", "negative"),
-    [
-        ({}, None, "<|im_start|><|im_end|>"),
-        ({"negative_prompt": ""}, {"extra_args": {"negative_prompt": "dull"}}, "dull"),
-        ({"negative_prompt": "blurry"}, {"extra_args": {"negative_prompt": "dull"}}, "blurry"),
-        ({}, {"extra_args": None}, "<|im_start|><|im_end|>"),
-    ],
-)
-def test_where_the_negative_prompt_comes_from(said, params, negative):
-    made = expanded(bagel_expand, StageInput(text="a cat", data={"modalities": ["image"], **said}), params)
-    assert made["cfg_text"].input == StageInput(text=negative, data={"modalities": ["image"]})
-
-
-def test_images_are_kept_beside_the_negative_prompt_and_left_out_of_another_companion():
-    prompt = StageInput(text="<|fim_middle|>make it red", data={"multi_modal_data": {"img2img": PICTURE}, "seed": 1})
-    made = expanded(bagel_expand, prompt)
-    assert list(made) == ["cfg_text", "cfg_img"]
-    assert made["cfg_text"].input.text == "<|fim_middle|><|im_start|><|im_end|>"
-    np.testing.assert_array_equal(made["cfg_text"].input.data["multi_modal_data"]["img2img"], PICTURE)
-    assert made["cfg_img"].input == StageInput(text="make it red")
-
-
-def test_images_are_left_out_of_token_ids():
-    prompt = StageInput(token_ids=(1, 77, 77, 2), data={"multi_modal_data": {"image": PICTURE}})
-    made = expanded(attrs.evolve(cfg_expand, image_tokens={77}), prompt)
-    assert made["cfg_img"].input.token_ids == (1, 2)
-    with pytest.raises(InvalidRequest, match="in words or as messages"):
-        expanded(cfg_expand, prompt)
-
-
-def test_images_in_messages():
-    image = {"type": "image_url", "image_url": {"url": "data:,"}}
-    words = {"type": "text", "text": "make it red"}
-    made = expanded(
-        attrs.evolve(cfg_expand, negative="blurry"),
-        StageInput(messages=({"role": "system", "content": "s"}, {"role": "user", "content": [image, words]})),
-    )
-    negative = {"type": "text", "text": "blurry"}
-    assert made["cfg_text"].input.messages == ({"role": "user", "content": [image, negative]},)
-    assert made["cfg_img"].input.messages == (
-        {"role": "system", "content": "s"},
-        {"role": "user", "content": [words]},
-    )
-    (alone,) = expanded(cfg_expand, StageInput(messages=({"role": "user", "content": "hi"},))).values()
-    assert alone.input.messages == ({"role": "user", "content": ""},)
-
-
-def test_nobody_is_guided_where_no_image_is_wanted():
-    assert not expanded(cfg_expand, StageInput(text="hi", data={"modalities": ["text"]}))
-    assert not expanded(cfg_expand, StageInput(batch=(StageInput(text="a"),)))
-    assert expanded(cfg_expand, StageInput(text="hi", data={"modalities": "image"}))
-
-
-def test_companions_have_parameters_of_their_own():
-    expand = attrs.evolve(cfg_expand, sampling={"max_tokens": 1, "stop": ["x"]})
-    made = expanded(expand, StageInput(text="hi", data={"multi_modal_data": {"image": PICTURE}}))
-    assert [one.sampling for one in made.values()] == [{"max_tokens": 1, "stop": ["x"]}] * 2
-    assert resolve_expand(f"{FAMILIES}.image:bagel_expand").function is bagel_expand
-
-
-@pytest.mark.parametrize(
-    ("data", "says"),
-    [({"negative_prompt": 3}, "must be text, not int"), ({"modalities": 3}, "must be a list of names, not int")],
-)
-def test_companions_that_cannot_be_made_are_refused(data, says):
-    with pytest.raises(InvalidRequest, match=says):
-        cfg_expand(ExpandContext(request_id="r", prompt=StageInput(text="x", data=data), params=None))
-
-
-# --------------------------------------------------------------------------------------------------------------
-# Over simulated stages
-
-
-def run_with_threads(function):
-    """Run on the real clock: a virtual one would jump while a bridge is at work in its thread."""
-
-    async def bounded():
-        with trio.fail_after(60):
-            await function()
-
-    trio.run(bounded)
-
-
-async def answered(stream):
-    async for event in stream:
-        if isinstance(event, Output) and event.stage == "vocoder" and event.segment_end:
-            return
-
-
-def noting(log, script):
-    def play(request):
-        log.append(request)
-        return script(request) if callable(script) else script
-
-    return SimStage(script=play)
-
-
-def test_a_session_of_thinker_talker_and_vocoder():
-    asked = {0: PROMPT, 1: [START, USER, 9, START, ASSISTANT]}
-    turns = []
-    at_row = 0
-
-    def think(request):
-        nonlocal at_row
-        if not request.input.token_ids:
-            return (Finish(),)
-        prompt = asked[len(turns)]
-        turns.append(prompt)
-        first, middle, at_row = at_row, at_row + len(prompt), at_row + len(prompt) + 1
-        return (
-            Chunk((len(turns),), data=thought(prompt, first, middle)),
-            Chunk((10,), data=thought([], middle, at_row)),
-            Finish(),
-        )
-
-    talked, heard = [], []
-    pipeline = Pipeline(
-        [
-            stage("thinker", final_output=True),
-            stage("talker", bridge=thinker_to_talker),
-            stage("vocoder", bridge=talker_to_code2wav),
-        ]
-    )
-
-    async def main():
-        talker = noting(
-            talked,
-            lambda request: (
-                (Chunk((5, 2150), data={"codes.audio": frames(len(talked), 2150)}), Finish())
-                if request.input.token_ids
-                else (Finish(),)
-            ),
-        )
-        async with simulated(pipeline, SimStage(script=think), talker, noting(heard, (Finish(),))) as runtime:
-            async with runtime.open_stream() as stream:
-                for segment in asked.values():
-                    await stream.send(segment)
-                    # One after the other: while a bridge is in its thread, its source's data can run ahead.
-                    await answered(stream)
-                await stream.aclose()
-                await stream.result()
-
-    run_with_threads(main)
-    told = [info(request.input) for request in talked if request.input.data]
-    assert [one["ids"]["prompt"] for one in told] == list(asked.values())
-    assert [one["ids"]["all"][len(one["ids"]["prompt"]) :] for one in told] == [[1, 10], [2, 10]]
-    together = np.concatenate([one["embed"]["prefill"] for one in told])
-    np.testing.assert_array_equal(together, rows(0, at_row))
-    assert [spoken(request.input)[0] for request in heard if request.input.token_ids] == [[1], [2]]
-
-
-def test_a_refusal_names_the_stage_and_fails_that_request_alone():
-    pipeline = Pipeline([stage("thinker"), stage("talker", bridge=thinker_to_talker)])
-
-    async def main():
-        async with simulated(pipeline, SimStage(script=lambda request: (Chunk((1,)), Finish()))) as runtime:
-            with pytest.raises(InvalidRequest, match="gave no hidden states") as caught:
-                await runtime.generate([1, 2], request_id="r")
-            assert (caught.value.request_id, caught.value.stage) == ("r", "talker")
-
-    run_with_threads(main)
-
-
-def test_nothing_spoken_fails_the_request_by_name():
-    pipeline = Pipeline([stage("talker"), stage("vocoder", bridge=talker_to_code2wav)])
-
-    async def main():
-        async with simulated(pipeline, SimStage(script=lambda request: (Finish(),))) as runtime:
-            with pytest.raises(BridgeFailed, match="returned nothing"):
-                await runtime.generate([1, 2])
-
-    run_with_threads(main)
-
-
-def test_a_guided_image():
-    drawn = []
-    pipeline = Pipeline(
-        [stage("ar"), stage("dit", bridge=attrs.evolve(ar_to_image, made="text"))],
-        expand=attrs.evolve(cfg_expand, negative="blurry"),
-    )
-
-    def write(request):
-        return (Chunk((1,), text=f"<{request.input.text}>"), Finish())
-
-    async def main():
-        async with simulated(pipeline, SimStage(script=write), noting(drawn, (Finish(),))) as runtime:
-            await runtime.generate("a cat")
-
-    run_with_threads(main)
-    (request,) = drawn
-    assert (request.input.text, dict(request.input.data)) == ("<a cat>", {"negative_prompt": "<blurry>"})
-
-
-def test_a_talker_that_is_fed_by_connector_gets_a_placeholder_of_the_right_length():
-    given_to_talker = []
-    pipeline = Pipeline([stage("thinker"), stage("talker", feed="connector", placeholder=talker_prompt_length)])
-
-    async def main():
-        sims = (SimStage(script=lambda request: (Finish(),)), noting(given_to_talker, (Finish(),)))
-        async with simulated(pipeline, *sims) as runtime:
-            await runtime.generate(PROMPT)
-
-    run_with_threads(main)
-    assert [request.input.token_ids for request in given_to_talker] == [(0,) * 13]
-
-
-# --------------------------------------------------------------------------------------------------------------
-# The checker itself finds what is wrong
-
-CALLS = itertools.count()
-CASES = {
-    "it raised KeyError": lambda context: context.data["nothing"],
-    "it returned int": lambda context: 3,
-    "it changed what it was given": lambda context: context.data["list"].append(1),
-    "a list that is not its own": lambda context: StageInput(data={"mine": context.data["list"]}),
-    "an array whose memory": lambda context: StageInput(data={"mine": context.data["array"][1:]}),
-    "it made something else": lambda context: StageInput(text=str(next(CALLS))),
-}
-
-
-@pytest.mark.parametrize("says", CASES)
-def test_the_checker_finds(says):
-    with pytest.raises(AssertionError, match=says):
-        check_bridge(CASES[says], [context(data={"list": [1], "array": rows(0, 3)})])
-
-
-@pytest.mark.parametrize("name", ["tokens", "text", "output"])
-def test_the_built_in_ones_keep_the_contract_too(name):
-    assert name in BUILTIN
-    made = check_bridge(name, [context(token_ids=(1,), text="a", finished=False), context(token_ids=(1, 2), text="ab")])
-    assert [one.token_ids for one in made] == ([None, None] if name == "text" else [(1,), (2,)])

@@ -197,9 +197,10 @@ class CfgExpand:
         prompt = context.prompt
         wanted = prompt.data.get("modalities")
         names = [wanted] if isinstance(wanted, str) else wanted
-        if names is not None and not isinstance(names, list | tuple | set | frozenset):
+        if not isinstance(names, list | tuple | set | frozenset | None):
             raise InvalidRequest(f"modalities must be a list of names, not {type(names).__name__}")
-        if prompt.batch is not None or (names is not None and not any(name in names for name in self.modalities)):
+        guided = names is None or any(isinstance(name, str) and name in self.modalities for name in names)
+        if prompt.batch is not None or not guided:
             return []
         media = multimodal(prompt)
         given = media.get("multi_modal_data")

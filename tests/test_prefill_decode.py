@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import trio
 
+from omni_trio.bridges import BridgeContext
 from omni_trio.errors import DeadlineExceeded, InvalidRequest, NoReplicaAvailable, RequestAborted, StageFailed
 from omni_trio.messages import Output, StageInput
 from omni_trio.pipeline import Pipeline
@@ -322,3 +323,21 @@ def test_a_decode_pool_without_replicas_releases_the_cache_if_it_can_and_says_so
         assert [e.name for e in trace if e.name.startswith("kv.")] == ["kv.unreleased"]
 
     run(main)
+
+
+def test_what_the_prefill_made_reaches_the_bridge_behind_the_decode():
+    seen = []
+
+    def look(context: BridgeContext) -> StageInput:
+        seen.append((dict(context.prefill_data), dict(context.data)))
+        return StageInput(token_ids=(1,))
+
+    async def main():
+        pipe = pair(stage("vocoder", bridge=look))
+        prefill = SimStage(script=lambda _: (Chunk((), data={"rows": [1, 2]}), Finish("length", kv=KV)))
+        decode = SimStage(script=lambda _: (Chunk((5,), data={"codes": [5]}), Finish()))
+        async with simulated(pipe, prefill, decode) as runtime:
+            await runtime.generate([1])
+
+    run(main)
+    assert seen == [({"rows": [1, 2]}, {"codes": [5]})]

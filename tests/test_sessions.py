@@ -485,3 +485,28 @@ def test_stages_by_connector_answer_as_many_segments_as_there_were():
         assert set(by_segment(of("c", events))) >= {0, 1, 2}
 
     run(main)
+
+
+def test_a_bridge_sees_the_data_of_its_segment_and_those_before_it_only():
+    seen = []
+
+    def look(context: BridgeContext) -> StageInput | None:
+        seen.append((context.segment, list(context.data.get("codes", ()))))
+        tokens, _ = context.new()
+        return StageInput(token_ids=tokens) if tokens else None
+
+    def with_data(request):
+        return (*(Chunk((token,), data={"codes": [token]}) for token in request.input.token_ids or ()), Finish())
+
+    async def main():
+        pipeline = Pipeline([stage("a"), stage("b", bridge=look)])
+        # Handing over to "b" takes so long that "a" has worked off everything in the meantime.
+        async with simulated(pipeline, SimStage(script=with_data), SimStage(script=echo, submit_time=10)) as runtime:
+            async with runtime.open_stream() as stream:
+                await stream.send([1, 2])
+                await stream.send([3])
+                await stream.send([4], last=True)
+                await stream.result()
+
+    run(main)
+    assert seen == [(0, [1, 2]), (1, [1, 2, 3]), (2, [1, 2, 3, 4])]

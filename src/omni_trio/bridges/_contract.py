@@ -57,6 +57,8 @@ class BridgeContext(msgspec.Struct, frozen=True, kw_only=True):
     """All text of the source so far; empty where the bridge does not read text."""
     data: Mapping[str, Any]
     """All data of the source so far, successive values added up by key."""
+    prefill_data: Mapping[str, Any] = {}
+    """Where the source is a decode stage: what its prefill stage made (multimodal embeddings, hidden states)."""
     finished: bool
     """Whether the source has ended. False at the pieces of a streaming edge, at the segments of a session, and where
     ``feed = "kv"`` and the KV cache was ready first."""

@@ -29,6 +29,8 @@ class RoutePlan:
     """Per stage: those of `feeds` that want each of its outputs as it comes."""
     early_to: tuple[tuple[int, ...], ...] = attrs.field(init=False)
     """Per stage: those of `feeds` that start as soon as its KV cache can be had."""
+    collects: tuple[bool, ...] = attrs.field(init=False)
+    """Per stage: whether a bridge will look at what it made."""
     connects: tuple[tuple[int, ...], ...] = attrs.field(init=False)
     """Per stage: the stages that are submitted together with it, since their data comes by connector."""
     handoff: int | None = attrs.field(init=False)
@@ -54,6 +56,9 @@ class RoutePlan:
             tuple(child for child in children[index] if specs[child].feed != "connector" and child != handoff)
             for index in every
         )
+        collects = [bool(feeds[index]) for index in every]
+        if handoff is not None and feeds[handoff]:
+            collects[0] = True  # the bridges behind the decode stage may want what the prefill made
         senders = {index for index in every if connects[index]}
         for field, value in (
             ("stages", stages),
@@ -62,6 +67,7 @@ class RoutePlan:
             ("feeds", feeds),
             ("pieces_to", _those(feeds, pipeline, "output")),
             ("early_to", _those(feeds, pipeline, "kv")),
+            ("collects", tuple(collects)),
             ("connects", connects),
             ("handoff", handoff),
             (

@@ -8,7 +8,7 @@ from typing import Any
 from omni_trio.errors import BridgeFailed, DeadlineExceeded, RequestError, StageFailed
 from omni_trio.routing import Fail
 
-__all__ = ["failure"]
+__all__ = ["failure", "locate"]
 
 
 def failure(decision: Fail, place: Mapping[str, Any]) -> RequestError:
@@ -18,3 +18,10 @@ def failure(decision: Fail, place: Mapping[str, Any]) -> RequestError:
     if decision.kind == "handoff":
         return StageFailed(decision.reason, **place)
     return BridgeFailed(decision.reason, **place)
+
+
+def locate(error: RequestError, place: Mapping[str, Any]) -> None:
+    """Say where an error happened, as far as it does not say so itself."""
+    for field, value in place.items():
+        if getattr(error, field) is None:
+            setattr(error, field, value)

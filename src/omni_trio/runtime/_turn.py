@@ -29,7 +29,7 @@ from omni_trio.routing import (
 )
 from omni_trio.stages import Leg, Mark, ReleasesKv, Replica, ReplicaState
 
-from ._fail import failure
+from ._fail import failure, locate
 
 if TYPE_CHECKING:
     from ._request import RequestTask
@@ -205,7 +205,7 @@ class Turn:
             stage_id=stage_id,
             modality=self._pipeline.modalities[stage_id],
             emits=plan.emits[stage_id] and role is None,
-            collects=bool(plan.feeds[stage_id]),
+            collects=plan.collects[stage_id],
             streams=bool(plan.pieces_to[stage_id]) and role is None,
             role=role,
             turn=self.number,
@@ -244,6 +244,9 @@ class Turn:
             return StageInput(token_ids=(0,) * len(prompt.token_ids))
         try:
             count = max(1, int(length(prompt)))
+        except InvalidRequest as error:
+            locate(error, self._task.place(stage_id))
+            raise
         except Exception as error:
             raise BridgeFailed(
                 f"its placeholder function raised {type(error).__name__}: {error}", **self._task.place(stage_id)
@@ -318,9 +321,7 @@ class Turn:
         except RequestError as error:
             if not update:
                 replica.let_go(leg)  # by contract a stage that refuses a request does not have it
-            for field, value in task.place(replica).items():
-                if getattr(error, field) is None:
-                    setattr(error, field, value)
+            locate(error, task.place(replica))
             error.request_id = task.external_id
             if leg.role is not None:
                 error.message = f"its companion {leg.role!r} was refused: {error.message}"
@@ -347,9 +348,7 @@ class Turn:
         try:
             made = await _run_bridge(spec, context)
         except InvalidRequest as error:  # a bridge may refuse what the caller asked for, and say so
-            for field, value in self._task.place(stage_id).items():
-                if getattr(error, field) is None:
-                    setattr(error, field, value)
+            locate(error, self._task.place(stage_id))
             raise
         except Exception as error:
             raise BridgeFailed(
@@ -388,7 +387,8 @@ class Turn:
             # A reader goes on appending to the list while a thread looks at it, so a thread gets a copy.
             token_ids=tuple(token_ids) if spec.run_in == "thread" else token_ids,
             text=leg.text_up_to(waiting.mark) if "text" in spec.reads else "",
-            data=leg.data() if "data" in spec.reads else {},
+            data=leg.data_up_to(waiting.mark) if "data" in spec.reads else {},
+            prefill_data=self._prefill_data(leg) if "data" in spec.reads else {},
             finished=decision.last and leg.finish_reason is not None,
             finish_reason=leg.finish_reason,
             segment=waiting.segment,
@@ -398,6 +398,9 @@ class Turn:
             requires_multimodal_data=stage.requires_multimodal_data,
             params=self._task.params[decision.stage_id],
         )
+
+    def _prefill_data(self, leg: Leg) -> Mapping[str, Any]:
+        return self.legs[0].data() if leg.stage_id == self._task.plan.handoff and 0 in self.legs else {}
 
     def _companion_outputs(self, spec: BridgeSpec) -> Mapping[str, CompanionOutput]:
         return {

@@ -17,8 +17,11 @@ if TYPE_CHECKING:
 
 __all__ = ["Leg", "LegOwner", "Mark"]
 
-Mark: TypeAlias = tuple[int, int]
-"""How much of a leg's output there was at some moment: tokens, and characters of text."""
+Mark: TypeAlias = tuple[int, int, int]
+"""How much of a leg's output there was at some moment: tokens, characters of text, and pieces of data."""
+
+_NO_DATA: dict[str, Any] = {}
+"""Stays empty."""
 
 
 class LegOwner(Protocol):
@@ -46,6 +49,7 @@ class Leg:
 
     __slots__ = (
         "_data",
+        "_merged",
         "_text",
         "_text_size",
         "collects",
@@ -112,6 +116,7 @@ class Leg:
         self._text: list[str] = []
         self._text_size = 0
         self._data: list[Mapping[str, Any]] = []
+        self._merged: tuple[int, dict[str, Any]] = (0, _NO_DATA)
 
     def collect(self, output: StageOutput) -> None:
         """Keep an output for the bridges that this stage feeds."""
@@ -130,7 +135,7 @@ class Leg:
 
     def mark(self) -> Mark:
         """How much there is now."""
-        return len(self.token_ids), self._text_size
+        return len(self.token_ids), self._text_size, len(self._data)
 
     def tokens_up_to(self, mark: Mark | None) -> Sequence[int]:
         """The tokens that there were at a mark, or all."""
@@ -140,6 +145,20 @@ class Leg:
         """The text that there was at a mark, or all."""
         text = self.text()
         return text if mark is None else text[: mark[1]]
+
+    def data_up_to(self, mark: Mark | None) -> dict[str, Any]:
+        """The data that there was at a mark, or all, added up."""
+        if self.segments is None:
+            return self.data()
+        # In a session the pieces are kept, since marks count them; what was added up before is not added up again.
+        count = len(self._data) if mark is None else mark[2]
+        done, merged = self._merged
+        if count < done:
+            return merge_data(self._data[:count])
+        if count > done:
+            merged = merge_data([merged, *self._data[done:count]])
+            self._merged = count, merged
+        return dict(merged)
 
     def text(self) -> str:
         """All text so far."""

@@ -9,6 +9,7 @@ import trio
 
 from omni_trio.messages import Output, Progress, Prompt, StageMetrics
 
+from . import _buggify
 from ._admission import RequestOptions
 from ._orchestrator import Orchestrator
 from ._request import RequestTask
@@ -51,6 +52,8 @@ class Request:
         task = self._task = self._orchestrator.admit(self._prompt, self._options)
         try:
             await task.at_door.wait()
+            if _buggify.hook is not None:
+                await _buggify.hook("a caller enters")
         except BaseException:
             await self._leave(task)
             raise

@@ -11,6 +11,7 @@ from omni_trio.merging import merge_data
 from omni_trio.messages import Output, Progress, StageMetrics, StageOutput
 from omni_trio.stages.leg import Leg
 
+from . import _buggify
 from ._signal import Signal
 
 __all__ = ["Mailbox"]
@@ -155,6 +156,8 @@ class Mailbox:
             await trio.lowlevel.checkpoint()
         while not (self._entries or self._closed):
             await self._signal.wait()
+            if _buggify.hook is not None:
+                await _buggify.hook("a caller wakes")
         return self._next()
 
     async def take_all(self) -> list[Event]:
@@ -169,6 +172,8 @@ class Mailbox:
         try:
             while not self._closed:
                 await self._signal.wait()
+                if _buggify.hook is not None:
+                    await _buggify.hook("a caller wakes")
         finally:
             self._quiet = False
         if self._error is not None:

@@ -17,6 +17,7 @@ import trio
 from omni_trio.errors import EngineDied, InvalidRequest, OperationFailed, ShutDown, StageFailed
 from omni_trio.stages import Replica, ReplicaState, StagePool
 
+from . import _buggify
 from ._orchestrator import Orchestrator
 from ._request import RequestTask
 from ._rpc import Call, ask_all, check_seconds, choose_pools, failures_of, knows, place_of
@@ -253,6 +254,8 @@ class Operator:
                 gate.thaw()  # whoever waits there has ended
             elif gate.frozen:
                 await self._thaw(operation)
+            if _buggify.hook is not None:
+                await _buggify.hook("an operator waits")
             await self._drain(operation)
             await self._prove_idle(operation, pools)
         await trio.lowlevel.checkpoint_if_cancelled()  # from here on it can not be overtaken

@@ -25,6 +25,7 @@ from omni_trio.pipeline import Pipeline
 from omni_trio.routing import RoutePlan
 from omni_trio.stages import ClientFactory, Replica, ReplicaContext, ReplicaState, StageClient, StagePool
 
+from . import _buggify
 from ._admission import RequestOptions, check_completions, checked_id, checked_prompt, split_params
 from ._gate import Gate
 from ._groups import leaves
@@ -135,6 +136,8 @@ class Orchestrator:
         replica.scope.deadline = trio.current_time() + spec.start_timeout + self._close_timeout
         try:
             with replica.scope:
+                if _buggify.hook is not None:
+                    await _buggify.hook("a replica starts")
                 async with self._factories[replica.stage_id](context) as client:
                     replica.open(client)
                     self.pools[replica.stage_id].note_change()
@@ -194,7 +197,10 @@ class Orchestrator:
     async def _read(self, replica: Replica, client: StageClient) -> None:
         while True:
             try:
-                replica.deliver(await client.receive(), trio.current_time())
+                outputs = await client.receive()
+                if _buggify.hook is not None:
+                    await _buggify.hook("outputs are received")
+                replica.deliver(outputs, trio.current_time())
             except EngineDied as error:
                 self.replica_died(replica, error)
                 return

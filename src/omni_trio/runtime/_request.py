@@ -27,6 +27,7 @@ from omni_trio.messages import StageInput, StageOutput
 from omni_trio.routing import Decision, Defer, Fail, Finish, Forward, Handoff, LegState, RoutePlan, Update
 from omni_trio.stages import Leg, Replica, StagePool
 
+from . import _buggify
 from ._admission import make_companions
 from ._fail import failure
 from ._mailbox import Mailbox
@@ -259,6 +260,8 @@ class RequestTask:
 
     async def _drive(self) -> None:
         try:
+            if _buggify.hook is not None:
+                await _buggify.hook("a request begins")
             await self._orchestrator.gate.passed()
             self.begun = True
             if self.session is None:
@@ -304,6 +307,8 @@ class RequestTask:
         if deadline == math.inf:
             self._idle = True
             await self._wake.wait()
+            if _buggify.hook is not None:
+                await _buggify.hook("a request wakes")
             self._idle = False
             return
         with trio.move_on_at(deadline) as scope:

@@ -14,6 +14,7 @@ from omni_trio.messages import Prompt
 from omni_trio.pipeline import Pipeline, nearest
 from omni_trio.stages import ClientFactory, ClientStatistics, Replica
 
+from . import _buggify
 from ._admission import RequestOptions
 from ._control import Control
 from ._groups import leaves, lone
@@ -452,6 +453,8 @@ async def open_runtime(
                         finally:
                             trace.emit("runtime.closing")
                             orchestrator.close()
+                            if _buggify.hook is not None:
+                                await _buggify.hook("the runtime closes", shield=True)
             finally:
                 orchestrator.stop("the runtime closes")
     except BaseException as error:

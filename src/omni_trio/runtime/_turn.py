@@ -29,6 +29,7 @@ from omni_trio.routing import (
 )
 from omni_trio.stages import Leg, Mark, ReleasesKv, Replica, ReplicaState
 
+from . import _buggify
 from ._fail import failure, locate
 
 if TYPE_CHECKING:
@@ -309,12 +310,16 @@ class Turn:
         task = self._task
         client = replica.client
         assert client is not None  # a pool picks among replicas that are up
+        if _buggify.hook is not None:
+            await _buggify.hook("before a hand-over")
         await task.begin_hand_over(leg.stage_id)
         try:
             if update:
                 await client.update(request)
             else:
                 await client.submit(request)
+            if _buggify.hook is not None:
+                await _buggify.hook("after a hand-over")
         except EngineDied as error:
             task.replica_died(replica, error)
             raise error.for_request(task.external_id) from error
@@ -343,6 +348,8 @@ class Turn:
         assert source is not None
         leg = self.legs[source]
         started = trio.current_time()
+        if _buggify.hook is not None:
+            await _buggify.hook("before a bridge")
         self._task.trace_bridge("bridge.started", stage_id)
         context = self._context(spec, decision, leg, waiting)
         try:
@@ -362,6 +369,8 @@ class Turn:
                 **self._task.place(stage_id),
             )
         self._task.trace_bridge("bridge.finished", stage_id)
+        if _buggify.hook is not None:
+            await _buggify.hook("after a bridge")
         follows = self.flow.bridged(
             stage_id,
             made_input=made is not None,
@@ -443,6 +452,8 @@ class Turn:
         if not held and kv is None:
             return
         with trio.move_on_after(budget, shield=True):
+            if _buggify.hook is not None:
+                await _buggify.hook("before a release")
             if len(held) == 1 and kv is None:
                 await self._abort(held[0])
             else:
@@ -459,6 +470,8 @@ class Turn:
     async def _abort(self, leg: Leg) -> None:
         client = leg.replica.client
         assert client is not None  # it was up when the leg was bound to it
+        if _buggify.hook is not None:
+            await _buggify.hook("before an abort")
         try:
             if leg.replica.state is ReplicaState.READY:  # else it is dead, and holds nothing
                 await client.abort([leg.request_id])

@@ -131,7 +131,7 @@ class _Orchestrator:
 
     # ---- life
 
-    async def run(self, opener: _Opener, *, task_status: trio.TaskStatus[None]) -> None:
+    async def run(self, opener: _Opener, *, task_status: trio.TaskStatus[None]) -> None:  # noqa: ASYNC128 - passed on
         """Live. Returns when all has been told; where it ends of a failure, raises that, and so ends the block.
 
         Raises:

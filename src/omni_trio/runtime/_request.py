@@ -251,7 +251,7 @@ class RequestTask:
             with self.scope:
                 await self._drive()
             # A verdict is missing where the scope's own deadline ended it.
-            self.end(DeadlineExceeded("its deadline passed before it was done", request_id=self.external_id), "expired")
+            self._expire()
         finally:
             self.shut_down()  # counts only where the whole runtime is being cancelled
             if not self.done.is_set():
@@ -306,10 +306,12 @@ class RequestTask:
         deadline = self._next_deadline()
         if deadline == math.inf:
             self._idle = True
-            await self._wake.wait()
-            if _buggify.hook is not None:
-                await _buggify.hook("a request wakes")
-            self._idle = False
+            try:
+                await self._wake.wait()
+                if _buggify.hook is not None:
+                    await _buggify.hook("a request wakes")
+            finally:
+                self._idle = False  # a barge-in cancels the wait, and what follows is no rest
             return
         with trio.move_on_at(deadline) as scope:
             self._idle = True
@@ -410,7 +412,21 @@ class RequestTask:
                 old = self.turn
                 self.turn = Turn(self, old.number + 1)
                 self._trace.emit("request.turn", request_id=self.external_id, value=float(self.turn.number))
-                await old.let_go(self._orchestrator.abort_timeout)
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(self._keep_deadline)
+                    await old.let_go(self._orchestrator.abort_timeout)
+                    nursery.cancel_scope.cancel("the old turn is over")
+
+    async def _keep_deadline(self) -> None:
+        """Give the verdict on time while the task waits where it can not be cancelled."""
+        try:
+            await trio.sleep_forever()
+        finally:
+            if trio.current_time() >= self.deadline:
+                self._expire()
+
+    def _expire(self) -> None:
+        self.end(DeadlineExceeded("its deadline passed before it was done", request_id=self.external_id), "expired")
 
     async def _take_segment(self, session: Session) -> None:
         segment = session.waiting.popleft()

@@ -161,6 +161,8 @@ class RequestTask:
         """A stage gave its last output, or failed the request."""
         if output.error is not None:
             self.trace_leg("leg.finished", leg, detail="error")
+            if leg.stage_id == self.plan.handoff:
+                self.turn.flow.taken_over()  # maybe before its submission has come back, of which it is proof enough
             who = "" if leg.role is None else f"its companion {leg.role!r} failed: "
             self.end(StageFailed(f"{who}{output.error}", **self.place(leg.replica)))
             return
@@ -277,7 +279,8 @@ class RequestTask:
             self.end(error)
 
     def _enter(self) -> None:
-        self.admitted = True
+        # Whoever ends a request before it is in has told its caller so.
+        self.admitted = self.verdict is None
         self.at_door.set()
 
     async def _begin(self) -> None:
@@ -429,6 +432,8 @@ class RequestTask:
         self.end(DeadlineExceeded("its deadline passed before it was done", request_id=self.external_id), "expired")
 
     async def _take_segment(self, session: Session) -> None:
+        # A barge-in that finds the task awake leaves its segment for the turn that it begins.
+        await trio.lowlevel.checkpoint_if_cancelled()
         segment = session.waiting.popleft()
         if segment.params is not None:
             self.params = segment.params

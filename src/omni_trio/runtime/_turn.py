@@ -448,6 +448,9 @@ class Turn:
         """
         self.fence()
         held = self.held()
+        handoff = self._task.plan.handoff
+        if handoff is not None and (decode := self.legs.get(handoff)) is not None and decode.meter.outputs:
+            self.flow.taken_over()  # its submission has not come back yet, but what it said is proof enough
         kv = self.flow.release().kv
         if not held and kv is None:
             return

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ._audit import Holdings, holdings
+from ._audit import Holdings, holdings, load_of
 from ._control import Answers, Control
 from ._handle import Request
 from ._operate import PauseMode, WhenAsked
@@ -45,5 +45,6 @@ __all__ = [
     "StageStatistics",
     "WhenAsked",
     "holdings",
+    "load_of",
     "open_runtime",
 ]

@@ -6,7 +6,7 @@ import attrs
 
 from ._runtime import Runtime
 
-__all__ = ["Holdings", "holdings"]
+__all__ = ["Holdings", "holdings", "load_of"]
 
 
 @attrs.frozen(kw_only=True)
@@ -30,3 +30,8 @@ def holdings(runtime: Runtime) -> Holdings:
         legs=sum(len(replica.legs) for replica in replicas),
         load=sum(replica.load for replica in replicas),
     )
+
+
+def load_of(runtime: Runtime, stage_id: int, replica_id: int) -> int:
+    """Count the slots of one replica that count as taken (I8)."""
+    return runtime._orchestrator.pools[stage_id].replicas[replica_id].load  # noqa: SLF001 - a part of the same package

@@ -7,7 +7,7 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
-from .script import Script
+from .script import Script, is_sound
 
 __all__ = ["BridgeAct", "CallerAct", "OperatorAct", "Plan", "RequestPlan", "SegmentPlan", "StagePlan", "load_plan"]
 
@@ -19,7 +19,7 @@ leaves after `when`."""
 BridgeAct: TypeAlias = Literal["pass", "raise", "nothing"]
 
 
-class StagePlan(msgspec.Struct, frozen=True, kw_only=True):
+class StagePlan(msgspec.Struct, frozen=True, kw_only=True, repr_omit_defaults=True):
     """One simulated stage. Stage 0 is fed by the prompt."""
 
     source: int | None = None
@@ -36,7 +36,7 @@ class StagePlan(msgspec.Struct, frozen=True, kw_only=True):
     close_time: float = 0.0
 
 
-class SegmentPlan(msgspec.Struct, frozen=True):
+class SegmentPlan(msgspec.Struct, frozen=True, repr_omit_defaults=True):
     """One piece of a session's input."""
 
     tokens: tuple[int, ...]
@@ -45,7 +45,7 @@ class SegmentPlan(msgspec.Struct, frozen=True):
     """Seconds to wait before it is sent."""
 
 
-class RequestPlan(msgspec.Struct, frozen=True, kw_only=True):
+class RequestPlan(msgspec.Struct, frozen=True, kw_only=True, repr_omit_defaults=True):
     """One request: when it comes, what its caller does, and what the stages and bridges do with it."""
 
     arrival: float = 0.0
@@ -62,21 +62,21 @@ class RequestPlan(msgspec.Struct, frozen=True, kw_only=True):
     """One per companion, at the first stage."""
     bridges: tuple[BridgeAct, ...] = ()
     """One per stage: what the bridge in front of it does; that of the first stage is ignored."""
+    pace: float = 0.0
+    """Seconds that the caller takes over each event, whatever else it does."""
 
     @property
     def is_clean(self) -> bool:
         """Whether neither the caller nor any script or bridge does anything but its work."""
-        from .script import Die, Error, Reject, Stall  # noqa: PLC0415 - a name of this module would shadow it
-
-        faults = Die | Error | Reject | Stall
         return (
             self.act == "wait"
+            and (self.segments is None or self.close)
             and all(act == "pass" for act in self.bridges)
-            and not any(isinstance(verb, faults) for script in (*self.scripts, *self.companions) for verb in script)
+            and all(is_sound(script) for script in (*self.scripts, *self.companions))
         )
 
 
-class OperatorAct(msgspec.Struct, frozen=True, kw_only=True):
+class OperatorAct(msgspec.Struct, frozen=True, kw_only=True, repr_omit_defaults=True):
     """What somebody who runs the pipeline does at some moment."""
 
     at: float
@@ -86,7 +86,7 @@ class OperatorAct(msgspec.Struct, frozen=True, kw_only=True):
     replica: int = 0
 
 
-class Plan(msgspec.Struct, frozen=True, kw_only=True):
+class Plan(msgspec.Struct, frozen=True, kw_only=True, repr_omit_defaults=True):
     """One whole simulation. Equal plans give equal traces."""
 
     stages: tuple[StagePlan, ...]
@@ -105,6 +105,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """When the runtime is closed, whatever is in flight. None: when all callers are done."""
     seed: int = 0
     """Of trio's scheduler: which of the tasks that could run runs first."""
+    buggify: float = 0.0
+    """Probability that a task of the runtime is held up at one of its named points, each time that it passes one."""
 
     def path(self, stage: int) -> tuple[int, ...]:
         """The stages from the first one to `stage`, both included."""

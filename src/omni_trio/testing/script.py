@@ -8,6 +8,8 @@ from typing import Any, TypeAlias
 import msgspec
 
 __all__ = [
+    "ENDINGS",
+    "FAULTS",
     "Chunk",
     "Die",
     "DieOnSubmit",
@@ -23,17 +25,22 @@ __all__ = [
     "Step",
     "Verb",
     "Wait",
+    "ends",
+    "is_sound",
+    "played",
+    "says",
+    "takes",
     "tokens",
 ]
 
 
-class Wait(msgspec.Struct, frozen=True, tag=True):
+class Wait(msgspec.Struct, frozen=True, tag=True, repr_omit_defaults=True):
     """Let virtual time pass."""
 
     seconds: float
 
 
-class Chunk(msgspec.Struct, frozen=True, tag=True):
+class Chunk(msgspec.Struct, frozen=True, tag=True, repr_omit_defaults=True):
     """Give an output that is not the last one."""
 
     token_ids: tuple[int, ...] = ()
@@ -42,7 +49,7 @@ class Chunk(msgspec.Struct, frozen=True, tag=True):
     data: Mapping[str, Any] | None = None
 
 
-class Finish(msgspec.Struct, frozen=True, tag=True):
+class Finish(msgspec.Struct, frozen=True, tag=True, repr_omit_defaults=True):
     """Give the last output, with whatever `token_ids` are left to give.
 
     In a session it ends the segment; the last segment's ends the request.
@@ -54,60 +61,60 @@ class Finish(msgspec.Struct, frozen=True, tag=True):
     """``kv_transfer_params`` for the stage that takes over."""
 
 
-class KvReady(msgspec.Struct, frozen=True, tag=True):
+class KvReady(msgspec.Struct, frozen=True, tag=True, repr_omit_defaults=True):
     """Tell that the request's KV cache can be had, and go on."""
 
 
-class Step(msgspec.Struct, frozen=True, tag=True):
+class Step(msgspec.Struct, frozen=True, tag=True, repr_omit_defaults=True):
     """Tell how far the work has come, in steps."""
 
     step: int
     total: int
 
 
-class FinishSilently(msgspec.Struct, frozen=True, tag=True):
+class FinishSilently(msgspec.Struct, frozen=True, tag=True, repr_omit_defaults=True):
     """End the request with an output that carries nothing but its reason."""
 
     reason: str = "stop"
 
 
-class Error(msgspec.Struct, frozen=True, tag=True):
+class Error(msgspec.Struct, frozen=True, tag=True, repr_omit_defaults=True):
     """Fail this request and no other."""
 
     message: str = "simulated error"
 
 
-class Reject(msgspec.Struct, frozen=True, tag=True):
+class Reject(msgspec.Struct, frozen=True, tag=True, repr_omit_defaults=True):
     """Refuse the request at `submit`. Only meaningful as the first verb."""
 
     message: str = "simulated refusal"
 
 
-class Stall(msgspec.Struct, frozen=True, tag=True):
+class Stall(msgspec.Struct, frozen=True, tag=True, repr_omit_defaults=True):
     """Never answer again, until aborted."""
 
 
-class Die(msgspec.Struct, frozen=True, tag=True):
+class Die(msgspec.Struct, frozen=True, tag=True, repr_omit_defaults=True):
     """The whole replica dies here."""
 
     message: str = "simulated death"
     exit_code: int = -9
 
 
-class DieOnSubmit(msgspec.Struct, frozen=True, tag=True):
+class DieOnSubmit(msgspec.Struct, frozen=True, tag=True, repr_omit_defaults=True):
     """The whole replica dies while the request is handed to it. Only meaningful as the first verb."""
 
     message: str = "simulated death at submission"
     exit_code: int = -9
 
 
-class LateChunk(msgspec.Struct, frozen=True, tag=True):
+class LateChunk(msgspec.Struct, frozen=True, tag=True, repr_omit_defaults=True):
     """From here on, an abort is answered with one more output: the step that was in flight."""
 
     token_ids: tuple[int, ...] = (-1,)
 
 
-class Duplicate(msgspec.Struct, frozen=True, tag=True):
+class Duplicate(msgspec.Struct, frozen=True, tag=True, repr_omit_defaults=True):
     """Breaks the contract: give the last output once more, after it has been given."""
 
 
@@ -128,6 +135,41 @@ Verb: TypeAlias = (
 )
 Script: TypeAlias = tuple[Verb, ...]
 """What happens to one request, in order. A script that does not end it ends with `Stall`."""
+
+
+FAULTS = Error | Reject | Stall | Die | DieOnSubmit
+"""The verbs that end a script badly."""
+
+ENDINGS = Finish | FinishSilently
+"""The verbs that end a script well."""
+
+
+def played(script: Script) -> Script:
+    """Return the part of a script that is played: up to the verb that ends it."""
+    for index, verb in enumerate(script):
+        if isinstance(verb, FAULTS | ENDINGS):
+            return script[: index + 1]
+    return script
+
+
+def ends(script: Script) -> bool:
+    """Whether a script comes to a good end."""
+    return any(isinstance(verb, ENDINGS) for verb in played(script)[-1:])
+
+
+def is_sound(script: Script) -> bool:
+    """Whether a stage does nothing but its work by a script, to a good end, and keeps to its contract."""
+    return ends(script) and not any(isinstance(verb, Duplicate) for verb in script)
+
+
+def takes(script: Script) -> float:
+    """Return the seconds that a script waits in all."""
+    return sum(verb.seconds for verb in played(script) if isinstance(verb, Wait))
+
+
+def says(script: Script) -> tuple[int, ...]:
+    """Return the tokens that are given by a script."""
+    return tuple(token for verb in played(script) if isinstance(verb, Chunk | Finish) for token in verb.token_ids)
 
 
 def tokens(count: int, *, first: int = 0, each: float = 0.0, prefill: float = 0.0, reason: str = "length") -> Script:

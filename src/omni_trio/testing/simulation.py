@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
@@ -13,11 +14,12 @@ import trio.testing
 
 from omni_trio.bridges import BridgeContext, Companion, ExpandContext
 from omni_trio.errors import EngineDied, OmniTrioError, RequestError
-from omni_trio.messages import Output, Progress, StageInput, StageMetrics, StageRequest
+from omni_trio.messages import Output, Progress, StageInput, StageMetrics, StageRequest, TraceEvent
 from omni_trio.pipeline import Pipeline, StageSpec
-from omni_trio.runtime import Request, RequestStream, Runtime, holdings, open_runtime
+from omni_trio.runtime import Request, RequestStream, Runtime, holdings, load_of, open_runtime
 from omni_trio.stages import ClientFactory, ReplicaContext, StageClient
 
+from ._buggify import buggified
 from ._determinism import seeded_scheduler
 from .plan import OperatorAct, Plan, RequestPlan
 from .script import Chunk, Die, Finish, Script
@@ -28,6 +30,11 @@ __all__ = ["Hung", "build_pipeline", "run_simulation"]
 
 _IDLE = 600.0
 """Virtual seconds for which the runtime is watched after the last request has ended."""
+
+_SETTLING = 60.0
+"""Virtual seconds before that, in which replicas that have died may still be closed."""
+
+_VERDICTS = ("finished", "failed", "aborted", "expired")
 
 ClientWrapper = Callable[[ClientFactory], ClientFactory]
 
@@ -41,7 +48,11 @@ class Hung(AssertionError):
 
 
 def run_simulation(
-    plan: Plan, *, wrap: ClientWrapper | None = None, clients: Mapping[int, ClientFactory] | None = None
+    plan: Plan,
+    *,
+    wrap: ClientWrapper | None = None,
+    clients: Mapping[int, ClientFactory] | None = None,
+    points: Counter[str] | None = None,
 ) -> Trace:
     """Run a plan on a virtual clock and return what happened. Equal plans give equal traces.
 
@@ -49,12 +60,13 @@ def run_simulation(
         plan: what to do.
         wrap: put around every simulated stage's factory; to plant a fault in all clients.
         clients: by stage index, factories of your own in place of the simulated stages.
+        points: counts how often each point was passed at which `Plan.buggify` may hold a task up.
 
     Raises:
         Hung: something waited for longer than any plan needs.
     """
     run = _Run(plan, wrap, clients or {})
-    with seeded_scheduler(plan.seed):
+    with seeded_scheduler(plan.seed), buggified(plan.buggify, plan.seed, points):
         trio.run(run.main, clock=trio.testing.MockClock(autojump_threshold=0), instruments=[run.steps])
     return run.trace()
 
@@ -79,6 +91,7 @@ class _Run:
         self._done = 0
         self._all_done = trio.Event()
         self._pipeline = build_pipeline(plan)
+        self._opened: list[Runtime] = []
         self._replicas: dict[tuple[int, int], Any] = {}
         self._clients: dict[str, ClientFactory] = {}
         for index, stage in enumerate(self._pipeline.stages):
@@ -121,6 +134,8 @@ class _Run:
 
     def _watch(self, what: str, context: ReplicaContext, request_id: str, **facts: Any) -> None:
         request, turn, role = _parse(request_id)
+        if "count" in facts and self._opened:
+            facts["load"] = load_of(self._opened[0], context.stage_id, context.replica_id)
         self._note(
             "stage",
             what,
@@ -131,6 +146,14 @@ class _Run:
             replica=context.replica_id,
             **facts,
         )
+
+    def _heard(self, event: TraceEvent) -> None:
+        """What the runtime tells its instruments."""
+        kind, _, what = event.name.partition(".")
+        if kind == "request" and what in _VERDICTS and event.request_id is not None:
+            self._note("runtime", "verdict", request=_number(event.request_id), detail=what, text=event.detail)
+        elif event.name == "replica.died":
+            self._note("runtime", "died", stage=event.stage_id, replica=event.replica_id, text=event.detail)
 
     def _note(self, who: Any, what: str, **facts: Any) -> None:
         self._entries.append(Entry(time=trio.current_time(), who=who, what=what, **facts))
@@ -146,7 +169,7 @@ class _Run:
     async def _live(self) -> None:
         plan = self.plan
         before = _tasks()
-        opened: list[Runtime] = []
+        opened = self._opened
         async with trio.open_nursery() as callers:
             try:
                 async with open_runtime(
@@ -155,22 +178,26 @@ class _Run:
                     on_engine_death=plan.on_engine_death,
                     max_in_flight=plan.max_in_flight,
                     abort_timeout=plan.abort_timeout,
+                    instruments=[self._heard],
                 ) as runtime:
                     opened.append(runtime)
                     self._note("runtime", "open")
                     async with trio.open_nursery() as others:
                         for index, request in enumerate(plan.requests):
-                            callers.start_soon(self._caller, runtime, index)
+                            # Callers outlive the runtime on purpose: they are to hear how it ended.
+                            callers.start_soon(self._caller, runtime, index)  # noqa: ASYNC111 - see above
                             if request.act == "abort":
                                 others.start_soon(self._aborter, runtime, index)
-                        for act in plan.operator:
-                            others.start_soon(self._operator, runtime, act)
+                        for number, act in enumerate(plan.operator):
+                            others.start_soon(self._operator, runtime, number, act)
                         if plan.end is not None:
                             await trio.sleep_until(plan.end)
+                            others.cancel_scope.cancel("the simulation closes the runtime")
                         else:
                             await self._all_done.wait()
-                            await self._watch_idleness(runtime)
-                        others.cancel_scope.cancel("the simulation closes the runtime")
+                    if plan.end is None:
+                        await self._watch_idleness(runtime)
+                    self._note("runtime", "closing")
             except OmniTrioError as error:
                 self._failure = f"{type(error).__name__}: {error}"
             self._closed_at = trio.current_time()
@@ -179,7 +206,7 @@ class _Run:
             self._audit = self._count(opened[0], tasks=_tasks() - before)
 
     async def _watch_idleness(self, runtime: Runtime) -> None:
-        await trio.testing.wait_all_tasks_blocked()
+        await trio.sleep(_SETTLING)
         before = self.steps.count
         await trio.sleep(_IDLE)
         self._idle_steps = self.steps.count - before - 1  # the step of this very task
@@ -269,8 +296,8 @@ class _Run:
                 self._note("caller", "progress", **place, count=event.step)
             elif isinstance(event, StageMetrics):
                 self._note("caller", "metrics", **place, count=event.num_tokens_out)
-            if plan.act == "slow":
-                await trio.sleep(plan.when)
+            if pace := plan.when if plan.act == "slow" else plan.pace:
+                await trio.sleep(pace)
 
     async def _send(self, index: int, plan: RequestPlan, stream: RequestStream) -> None:
         for segment in plan.segments or ():
@@ -296,9 +323,10 @@ class _Run:
             detail, ended = type(error).__name__, ()
         self._note("operator", "abort done", request=index, detail=detail, count=len(ended))
 
-    async def _operator(self, runtime: Runtime, act: OperatorAct) -> None:
+    async def _operator(self, runtime: Runtime, number: int, act: OperatorAct) -> None:
         await trio.sleep_until(act.at)
-        self._note("operator", act.act, stage=act.stage, replica=act.replica, detail=act.mode)
+        place = {"stage": act.stage, "replica": act.replica, "count": number}
+        self._note("operator", act.act, **place, detail=act.mode)
         detail = ""
         try:
             if act.act == "pause":
@@ -306,14 +334,14 @@ class _Run:
             elif act.act == "resume":
                 await runtime.resume()
             elif act.act == "sleep":
-                await runtime.sleep()
+                await runtime.sleep(mode="abort" if act.mode == "abort" else "wait")
             elif act.act == "wake":
                 await runtime.wake()
             elif (client := self._replicas.get((act.stage, act.replica))) is not None:
                 client.die(Die("killed by the operator"))
         except OmniTrioError as error:
             detail = type(error).__name__
-        self._note("operator", f"{act.act} done", stage=act.stage, replica=act.replica, detail=detail)
+        self._note("operator", f"{act.act} done", **place, detail=detail)
 
 
 def build_pipeline(plan: Plan) -> Pipeline:

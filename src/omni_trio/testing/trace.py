@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
 from typing import Literal, TypeAlias
 
 import msgspec
 
+from .history import History
 from .plan import Plan
 
-__all__ = ["Audit", "Entry", "Trace", "Who"]
+__all__ = ["Audit", "Entry", "Trace", "Who", "timeline"]
 
 Who: TypeAlias = Literal["caller", "stage", "operator", "runtime"]
 
@@ -19,7 +21,9 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     `what` is, of a caller: ``ask``, ``admitted``, ``sent``, ``output``, ``metrics``, ``progress``, ``end``, ``left``;
     of a stage: ``up``, ``submit``, ``update``, ``abort``, ``aborted``, ``release_kv``, ``says``, ``dies``, ``down``; of
-    an operator: the act, and ``<act> done``; of the runtime: ``open``, ``closed``.
+    an operator: the act, and ``<act> done``; of the runtime, which tells its instruments: ``open``, ``verdict`` (how a
+    request has ended, before its caller and its stages are told), ``died`` (a replica counts as dead from now on),
+    ``closing``, ``closed``.
     """
 
     time: float
@@ -41,7 +45,10 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Of an output: whether it is the stage's last one. Of an input: whether it is complete with it."""
     segment: int = 0
     count: int = 0
-    """Of ``aborted``: requests that the replica still has. Of ``submit``: requests that it has now."""
+    """Of ``aborted``: requests that the replica still has. Of ``submit``: requests that it has now. Of an operator's
+    act: its index in `Plan.operator`. Of ``abort done``: how many requests it has ended."""
+    load: int = 0
+    """Of ``submit`` and ``aborted``: slots of the replica that the runtime counts as taken."""
 
 
 class Audit(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,7 +71,7 @@ class Audit(msgspec.Struct, frozen=True, kw_only=True):
     rejected: int = 0
 
 
-class Trace(msgspec.Struct, frozen=True, kw_only=True):
+class Trace(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """The history of one simulation, in order."""
 
     plan: Plan
@@ -80,6 +87,11 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True):
         """Return it as bytes: equal plans give equal bytes, on any machine."""
         return msgspec.json.encode(self)
 
+    @cached_property
+    def history(self) -> History:
+        """The same, sorted by what it is about."""
+        return History(self)
+
     def of(self, request: int, *, who: Who | None = None) -> Iterator[Entry]:
         """What concerns one request."""
         return (entry for entry in self.entries if entry.request == request and (who is None or entry.who == who))
@@ -90,7 +102,12 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True):
 
     def timeline(self) -> str:
         """Return it as text, one line per entry."""
-        return "\n".join(_line(entry) for entry in self.entries)
+        return timeline(self.entries)
+
+
+def timeline(entries: Iterable[Entry]) -> str:
+    """Return entries as text, one line each."""
+    return "\n".join(_line(entry) for entry in entries)
 
 
 def _line(entry: Entry) -> str:

@@ -208,6 +208,7 @@ class Turn:
             emits=plan.emits[stage_id] and role is None,
             collects=plan.collects[stage_id],
             streams=bool(plan.pieces_to[stage_id]) and role is None,
+            readers=len(plan.feeds[stage_id]),
             role=role,
             turn=self.number,
         )
@@ -383,7 +384,21 @@ class Turn:
                 self.put(again, leg)
                 return
         took = trio.current_time() - started
+        if decision.last and (made is not None or context.finished):  # else it will be asked again at the end
+            self._let_forget(leg)
         await self.carry_out(follows, made or _NOTHING, bridge_s=took, segment=waiting.segment)
+
+    def _let_forget(self, source: Leg) -> None:
+        """A bridge has had all that its source makes for it; what no other one waits for need not be kept."""
+        source.readers -= 1
+        if source.readers:
+            return
+        source.forget()
+        if source.stage_id == 0:
+            for leg in self.companions.values():
+                leg.forget()
+        elif source.stage_id == self._task.plan.handoff and 0 in self.legs:
+            self.legs[0].forget()
 
     def _context(self, spec: BridgeSpec, decision: Forward, leg: Leg, waiting: _Waiting) -> BridgeContext:
         stage = self._pipeline.stages[decision.stage_id]

@@ -61,6 +61,7 @@ class Leg:
         "metrics",
         "modality",
         "owner",
+        "readers",
         "replica",
         "request_id",
         "role",
@@ -85,6 +86,7 @@ class Leg:
         emits: bool,
         collects: bool,
         streams: bool,
+        readers: int = 0,
         role: str | None = None,
         turn: int = 0,
     ) -> None:
@@ -99,6 +101,8 @@ class Leg:
         """Whether outputs go to the user."""
         self.collects = collects
         """Whether outputs are kept for a bridge."""
+        self.readers = readers
+        """Bridges that have not had all of them yet."""
         self.streams = streams
         """Whether a bridge wants to see each output as it comes."""
         self.role = role
@@ -127,6 +131,14 @@ class Leg:
         if output.data:
             self._data.append(output.data)
         self.finish_reason = output.finish_reason
+
+    def forget(self) -> None:
+        """Let go of what was kept, which may be large: no bridge will look at it any more."""
+        self.collects = False
+        # New ones, since a bridge may have handed the old ones on as they are.
+        self.token_ids, self._text, self._data = [], [], []
+        self._text_size = 0
+        self._merged = 0, _NO_DATA
 
     @property
     def segment(self) -> int:

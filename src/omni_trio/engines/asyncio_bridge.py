@@ -408,6 +408,7 @@ class _Client:
         if not self._takes_updates:
             await trio.lowlevel.checkpoint()
             raise InvalidRequest("the stage takes no input in pieces; set feed = 'finish' in front of it")
+        self._check_alive()
         if request.request_id not in self._known:
             # By contract no error: the stage may have ended the request early, its last output crossing with this.
             await trio.lowlevel.checkpoint()

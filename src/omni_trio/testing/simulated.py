@@ -229,7 +229,8 @@ class _SimClient:
             await trio.sleep_forever()
         await trio.sleep(self._stage.abort_time)
         for request_id in request_ids:
-            self._work.pop(request_id, None)
+            if (work := self._work.pop(request_id, None)) is not None:
+                work.scope.cancel("aborted")  # it may have come since: an abort can cross with a submission
             self.tell("aborted", request_id, count=len(self._work))
         self._note_change()
         self._outputs = [output for output in self._outputs if output.request_id not in request_ids]

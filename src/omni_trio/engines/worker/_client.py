@@ -134,7 +134,7 @@ class WorkerClient:
         """Have the worker let go of requests, and wait until it says that it has."""
         await trio.lowlevel.checkpoint()
         self._check_alive()
-        known = [request_id for request_id in request_ids if request_id in self._live]
+        known = [request_id for request_id in dict.fromkeys(request_ids) if request_id in self._live]
         gone = set(request_ids)
         for request_id in known:
             del self._live[request_id]
@@ -147,8 +147,10 @@ class WorkerClient:
     async def receive(self) -> Sequence[StageOutput]:
         """Return what has come, or wait for it."""
         await self._arrived.wait()
-        if not self._inbox:
-            raise self._died()
+        while not self._inbox:
+            # Dead, or an abort has taken what had come before this task had its turn.
+            self._check_alive()
+            await self._arrived.wait()
         outputs = tuple(self._inbox)
         self._inbox.clear()
         for output in outputs:

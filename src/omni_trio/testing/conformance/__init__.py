@@ -1,0 +1,49 @@
+"""Conformance kits: whether a client, a bridge, a pipeline or a balancer keeps its contract.
+
+Each is a function that takes what it checks, or a factory of it, runs many checks and raises `ConformanceError` for the
+first rule that is broken. None needs pytest, and each can be used in any test.
+"""
+
+from __future__ import annotations
+
+from ._client import check_stage_client, run_client_program
+from ._rules import BALANCER_RULES, BRIDGE_RULES, CLIENT_RULES, PIPELINE_RULES
+from ._violation import Conformance, ConformanceError, Rule
+from .operations import (
+    Abort,
+    CancelReceive,
+    CancelSubmit,
+    Close,
+    Drain,
+    More,
+    Open,
+    Pause,
+    Receive,
+    Refused,
+    Submit,
+    Together,
+)
+
+__all__ = [
+    "BALANCER_RULES",
+    "BRIDGE_RULES",
+    "CLIENT_RULES",
+    "PIPELINE_RULES",
+    "Abort",
+    "CancelReceive",
+    "CancelSubmit",
+    "Close",
+    "Conformance",
+    "ConformanceError",
+    "Drain",
+    "More",
+    "Open",
+    "Pause",
+    "Receive",
+    "Refused",
+    "Rule",
+    "Submit",
+    "Together",
+    "check_stage_client",
+    "run_client_program",
+]

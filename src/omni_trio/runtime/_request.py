@@ -298,6 +298,8 @@ class RequestTask:
     async def _work(self) -> None:
         session = self.session
         while self.verdict is None:
+            if _buggify.hook is not None:
+                await _buggify.hook("a request goes on")
             if self.turn:
                 await self.turn.carry_out_next()
             elif session is not None and session.waiting:

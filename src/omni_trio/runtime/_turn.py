@@ -320,7 +320,8 @@ class Turn:
             else:
                 await client.submit(request)
             if _buggify.hook is not None:
-                await _buggify.hook("after a hand-over")
+                # A submission that is cancelled is none; this is one that takes its time to come back.
+                await _buggify.hook("after a hand-over", shield=True)
         except EngineDied as error:
             task.replica_died(replica, error)
             raise error.for_request(task.external_id) from error
@@ -349,8 +350,6 @@ class Turn:
         assert source is not None
         leg = self.legs[source]
         started = trio.current_time()
-        if _buggify.hook is not None:
-            await _buggify.hook("before a bridge")
         self._task.trace_bridge("bridge.started", stage_id)
         context = self._context(spec, decision, leg, waiting)
         try:

@@ -20,8 +20,10 @@ from .life import (
     still_held,
     truthful,
 )
+from .load import admission, spread
 from .requests import conservation, fresh, last_word, liveness, model, one_end, segments
 from .stages import binding, capacity, fan_in, incarnation, kv_hold, named_companion, source_replica
+from .told import fenced, lost, notices, reason_of_the_end
 
 __all__ = [
     "CHECKS",
@@ -32,6 +34,7 @@ __all__ = [
     "Invariant",
     "Violation",
     "acknowledged",
+    "admission",
     "binding",
     "bounded_waits",
     "capacity",
@@ -40,21 +43,26 @@ __all__ = [
     "conservation",
     "death",
     "fan_in",
+    "fenced",
     "fresh",
     "incarnation",
     "isolation",
     "kv_hold",
     "last_word",
     "liveness",
+    "lost",
     "model",
     "named_companion",
     "no_leak",
+    "notices",
     "one_end",
     "paused",
     "quiescence",
+    "reason_of_the_end",
     "segments",
     "shutdown",
     "source_replica",
+    "spread",
     "still_held",
     "touched",
     "truthful",

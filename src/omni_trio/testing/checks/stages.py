@@ -152,7 +152,8 @@ def kv_hold(trace: Trace) -> Iterator[Finding]:
         releases = decode.releases if decode is not None else []
         if len(releases) > 1:
             yield f"the KV cache of request {request} was released twice", releases[1]
-        if taken and releases:
+        # A decode engine that died with it can let go of nothing any more, so then another one may do so.
+        if taken and releases and decode is not None and history.died(decode.replica) > releases[0]:
             yield f"the KV cache of request {request} was released, and the decode stage has it", releases[0]
         if prefill is None or prefill.ended == NEVER or trace.entries[int(prefill.ended)].detail == "error":
             if releases:

@@ -11,7 +11,7 @@ from .message_level import open_orchestrator as _open_orchestrator
 from .pipeline import Pipeline
 from .runtime import DeathPolicy, Instrument, Runtime
 from .runtime import open_runtime as _open_runtime
-from .stages import ClientFactory
+from .stages import BalancerFactory, ClientFactory
 
 if TYPE_CHECKING:
     from .engines.process import Zygote
@@ -24,6 +24,7 @@ async def open_runtime(
     pipeline: Pipeline,
     *,
     clients: Mapping[str, ClientFactory] | None = None,
+    balancers: Mapping[str, BalancerFactory] | None = None,
     on_engine_death: DeathPolicy = "fail_stop",
     max_in_flight: int = 10_000,
     abort_timeout: float = 10.0,
@@ -40,6 +41,8 @@ async def open_runtime(
     Args:
         pipeline: what to run.
         clients: by stage name, what opens a replica of it, where that is not what the stage's kind says.
+        balancers: by stage name, what makes the `omni_trio.stages.Balancer` that chooses among its replicas. Without
+            one it is the replica with the least in hand.
         on_engine_death: ``fail_stop``: when a replica dies every request in flight fails with `EngineDied`, the
             block is cancelled and this raises `EngineDied`. ``isolate``: only requests that the replica had in
             hand fail, with `ReplicaLost`; the runtime goes on with the other replicas.
@@ -61,6 +64,7 @@ async def open_runtime(
         _open_runtime(
             pipeline,
             clients=factories,
+            balancers=balancers,
             on_engine_death=on_engine_death,
             max_in_flight=max_in_flight,
             abort_timeout=abort_timeout,

@@ -23,7 +23,15 @@ from omni_trio.errors import (
 from omni_trio.messages import Prompt, StageInput
 from omni_trio.pipeline import Pipeline
 from omni_trio.routing import RoutePlan
-from omni_trio.stages import ClientFactory, Replica, ReplicaContext, ReplicaState, StageClient, StagePool
+from omni_trio.stages import (
+    BalancerFactory,
+    ClientFactory,
+    Replica,
+    ReplicaContext,
+    ReplicaState,
+    StageClient,
+    StagePool,
+)
 
 from . import _buggify
 from ._admission import RequestOptions, check_completions, checked_id, checked_prompt, split_params
@@ -55,9 +63,13 @@ class Orchestrator:
         max_in_flight: int,
         abort_timeout: float,
         close_timeout: float,
+        balancers: Mapping[str, BalancerFactory] | None = None,
     ) -> None:
         self.pipeline = pipeline
-        self.pools = tuple(StagePool(spec, stage_id) for stage_id, spec in enumerate(pipeline.stages))
+        chosen = {name: make() for name, make in (balancers or {}).items()}
+        self.pools = tuple(
+            StagePool(spec, stage_id, chosen.get(spec.name)) for stage_id, spec in enumerate(pipeline.stages)
+        )
         self.trace = trace
         self.abort_timeout = abort_timeout
         self.tasks: dict[str, RequestTask] = {}

@@ -12,7 +12,7 @@ import trio
 from omni_trio.errors import EngineDied, InvalidRequest
 from omni_trio.messages import Prompt
 from omni_trio.pipeline import Pipeline, nearest
-from omni_trio.stages import ClientFactory, ClientStatistics, Replica
+from omni_trio.stages import BalancerFactory, ClientFactory, ClientStatistics, Replica
 
 from . import _buggify
 from ._admission import RequestOptions
@@ -395,6 +395,7 @@ async def open_runtime(
     pipeline: Pipeline,
     *,
     clients: Mapping[str, ClientFactory],
+    balancers: Mapping[str, BalancerFactory] | None = None,
     on_engine_death: DeathPolicy = "fail_stop",
     max_in_flight: int = 10_000,
     abort_timeout: float = 10.0,
@@ -410,6 +411,8 @@ async def open_runtime(
     Args:
         pipeline: what to run.
         clients: by stage name, what opens a replica of it.
+        balancers: by stage name, what makes the `Balancer` that chooses among its replicas. Without one it is the
+            replica with the least in hand.
         on_engine_death: ``fail_stop``: when a replica dies every request in flight fails with `EngineDied`, the
             block is cancelled and this raises `EngineDied`. ``isolate``: only requests that the replica had in
             hand fail, with `ReplicaLost`; the runtime goes on with the other replicas.
@@ -422,7 +425,7 @@ async def open_runtime(
         StartupFailed: a replica did not come up; those that had are down again.
         EngineDied: an engine died (under ``fail_stop``).
     """
-    _check_options(pipeline, clients, on_engine_death, max_in_flight, abort_timeout, shutdown_deadline)
+    _check_options(pipeline, clients, balancers or {}, on_engine_death, max_in_flight, abort_timeout, shutdown_deadline)
     instruments = tuple(instruments)
     for instrument in instruments:
         if not callable(instrument):
@@ -436,6 +439,7 @@ async def open_runtime(
         max_in_flight=max_in_flight,
         abort_timeout=abort_timeout,
         close_timeout=shutdown_deadline,
+        balancers=balancers,
     )
     trace.emit("runtime.opening")
     failure: BaseException | None = None
@@ -468,6 +472,7 @@ async def open_runtime(
 def _check_options(
     pipeline: Any,
     clients: Mapping[str, ClientFactory],
+    balancers: Mapping[str, BalancerFactory],
     on_engine_death: str,
     max_in_flight: Any,
     abort_timeout: float,
@@ -486,9 +491,10 @@ def _check_options(
     for name in names:
         if name not in clients:
             raise ValueError(f"clients: there is none for stage {name!r}")
-    for name in clients:
-        if name not in names:
-            raise ValueError(f"clients: no stage is called {name!r}{nearest(name, names)}")
+    for option, given in (("clients", clients), ("balancers", balancers)):
+        for name in given:
+            if name not in names:
+                raise ValueError(f"{option}: no stage is called {name!r}{nearest(name, names)}")
 
 
 def _outcome(failure: BaseException | None, fatal: EngineDied | None) -> BaseException | None:

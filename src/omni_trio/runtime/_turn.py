@@ -190,7 +190,7 @@ class Turn:
 
     async def _acquire(self, stage_id: int) -> Replica:
         try:
-            return await self._task.pools[stage_id].acquire()
+            return await self._task.pools[stage_id].acquire(self._task.external_id, self._task.prompt)
         except RequestError as error:
             error.request_id = self._task.external_id
             raise

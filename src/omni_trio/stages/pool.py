@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import trio
 
-from omni_trio.errors import EngineDied, NoReplicaAvailable
-from omni_trio.messages import StageOutput
+from omni_trio.errors import EngineDied, NoReplicaAvailable, StageFailed
+from omni_trio.messages import StageInput, StageOutput
 from omni_trio.pipeline import StageSpec
 
+from .balancing import Balancer, ReplicaLoad, RequestInfo
 from .client import ReleasesKv, SendsKv, StageClient
 from .leg import Leg
 from .metrics import ReplicaTotals
@@ -104,11 +106,18 @@ class Replica:
 
 
 class StagePool:
-    """All replicas of one stage."""
+    """All replicas of one stage.
 
-    def __init__(self, spec: StageSpec, stage_id: int) -> None:
+    Args:
+        spec: the stage.
+        stage_id: its index.
+        balancer: chooses among the replicas that are ready; None: `pick` does.
+    """
+
+    def __init__(self, spec: StageSpec, stage_id: int, balancer: Balancer | None = None) -> None:
         self.spec = spec
         self.stage_id = stage_id
+        self._balancer = balancer
         self.replicas = tuple(Replica(spec, stage_id, index) for index in range(spec.replicas))
         self._next = 0
         self._changed = trio.Event()
@@ -118,18 +127,36 @@ class StagePool:
         self._changed.set()
         self._changed = trio.Event()
 
-    async def acquire(self) -> Replica:
-        """Return what `pick` does, after waiting for it for `StageSpec.dispatch_timeout` at most.
+    async def acquire(self, request_id: str, prompt: StageInput) -> Replica:
+        """Return the replica for a request, after waiting for one for `StageSpec.dispatch_timeout` at most.
+
+        Args:
+            request_id: the id under which the caller knows the request.
+            prompt: what the user asked for.
 
         Raises:
             NoReplicaAvailable: no replica of the stage was ready in time.
+            StageFailed: the stage's balancer raised, or chose none that there is.
         """
         timeout = self.spec.dispatch_timeout
         if timeout and not any(self.ready()):
             with trio.move_on_after(timeout):
                 while not any(self.ready()):
                     await self._changed.wait()
-        return self.pick()
+        if self._balancer is None or not (ready := list(self.ready())):
+            return self.pick()  # without a replica it says so
+        return self._chosen(self._balancer, ready, request_id, prompt)
+
+    def _chosen(self, balancer: Balancer, ready: Sequence[Replica], request_id: str, prompt: StageInput) -> Replica:
+        loads = tuple(ReplicaLoad(replica.replica_id, replica.load) for replica in ready)
+        place: dict[str, Any] = {"stage": self.spec.name, "stage_id": self.stage_id}
+        try:
+            index: Any = balancer.pick(loads, RequestInfo(request_id, prompt))
+        except Exception as error:
+            raise StageFailed(f"its balancer raised {type(error).__name__}: {error}", **place) from error
+        if not isinstance(index, int) or not 0 <= index < len(ready):
+            raise StageFailed(f"its balancer chose {index!r} of {len(ready)} replicas", **place)
+        return ready[index]
 
     def ready(self) -> Iterator[Replica]:
         """The replicas that take requests."""
@@ -137,6 +164,8 @@ class StagePool:
 
     def pick(self) -> Replica:
         """Return the ready replica with the least in hand; those with equally little take turns.
+
+        `LeastLoaded` does the same, slower: it has to be shown what is here.
 
         Raises:
             NoReplicaAvailable: no replica of the stage is ready.

@@ -6,6 +6,8 @@ first rule that is broken. None needs pytest, and each can be used in any test.
 
 from __future__ import annotations
 
+from ._balancer import check_balancer
+from ._bridge import SlowBridgeWarning, bridge_context, check_bridge, check_expand
 from ._client import check_stage_client, run_client_program
 from ._rules import BALANCER_RULES, BRIDGE_RULES, CLIENT_RULES, PIPELINE_RULES
 from ._violation import Conformance, ConformanceError, Rule
@@ -42,8 +44,13 @@ __all__ = [
     "Receive",
     "Refused",
     "Rule",
+    "SlowBridgeWarning",
     "Submit",
     "Together",
+    "bridge_context",
+    "check_balancer",
+    "check_bridge",
+    "check_expand",
     "check_stage_client",
     "run_client_program",
 ]

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-__all__ = ["mutable_parts", "overlap", "snapshot"]
+__all__ = ["mutable_parts", "overlap", "snapshot", "write"]
 
 
 def snapshot(value: Any) -> Any:
@@ -79,6 +79,33 @@ def overlap(one: Any, other: Any) -> bool:
         same: bool = one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
         return one.numel() > 0 and same
     return False
+
+
+def write(value: Any) -> str:
+    """Return a value as code: structs without what is usual, arrays as long as they are small."""
+    if isinstance(value, msgspec.Struct):
+        usual = {field.name: field for field in msgspec.structs.fields(value)}
+        fields = {
+            name: item for name in value.__struct_fields__ if not _is_usual(usual[name], item := getattr(value, name))
+        }
+        return f"{type(value).__name__}({', '.join(f'{name}={write(item)}' for name, item in fields.items())})"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key!r}: {write(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, tuple):
+        return "(" + ", ".join(map(write, value)) + ("," if len(value) == 1 else "") + ")"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(write, value)) + "]"
+    if isinstance(value, np.ndarray):
+        if value.size <= 64:
+            return f"np.array({value.tolist()!r}, dtype={str(value.dtype)!r})"
+        return f"np.zeros({value.shape!r}, dtype={str(value.dtype)!r})"
+    return repr(value)
+
+
+def _is_usual(field: Any, value: Any) -> bool:
+    if field.default is not msgspec.NODEFAULT:
+        return bool(snapshot(value) == snapshot(field.default))
+    return field.default_factory is not msgspec.NODEFAULT and snapshot(value) == snapshot(field.default_factory())
 
 
 def _is_tensor(value: Any) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import trio
+from hypothesis import find, given, settings
 
 from conformance_clients import PLANTED, Echo, LeaksASlot, LosesOnCancel, deaf, factory, full, mortal
 from omni_trio.messages import StageInput
@@ -14,6 +15,7 @@ from omni_trio.testing.conformance import (
     check_stage_client,
     run_client_program,
 )
+from omni_trio.testing.conformance.strategies import client_programs
 from support import run
 
 
@@ -160,3 +162,30 @@ def test_it_runs_on_a_real_clock_and_in_the_scope_of_its_caller():
         assert scope.cancelled_caught
 
     trio.run(main)
+
+
+@given(client_programs(bad_inputs=1))
+@settings(max_examples=30, deadline=None)
+def test_hypothesis_can_draw_the_programs(program):
+    run(
+        lambda: run_client_program(
+            factory(),
+            program,
+            request=echo,
+            long_params={"repeat": 10_000},
+            bad_inputs=EVERYTHING["bad_inputs"],
+            deterministic=False,
+        )
+    )
+
+
+def test_hypothesis_finds_and_shrinks_what_the_kit_finds():
+    def fails(program) -> bool:
+        try:
+            run(lambda: run_client_program(factory(LosesOnCancel), program, request=echo, deterministic=False))
+        except ConformanceError as error:
+            return error.rule.number == 6
+        return False
+
+    smallest = find(client_programs(), fails, settings=settings(max_examples=2000, database=None, derandomize=True))
+    assert len(smallest) <= 3

@@ -9,6 +9,7 @@ from __future__ import annotations
 from ._balancer import check_balancer
 from ._bridge import SlowBridgeWarning, bridge_context, check_bridge, check_expand
 from ._client import check_stage_client, run_client_program
+from ._pipeline import Fault, Visit, check_pipeline, run_pipeline_round
 from ._rules import BALANCER_RULES, BRIDGE_RULES, CLIENT_RULES, PIPELINE_RULES
 from ._violation import Conformance, ConformanceError, Rule
 from .operations import (
@@ -38,6 +39,7 @@ __all__ = [
     "Conformance",
     "ConformanceError",
     "Drain",
+    "Fault",
     "More",
     "Open",
     "Pause",
@@ -47,10 +49,13 @@ __all__ = [
     "SlowBridgeWarning",
     "Submit",
     "Together",
+    "Visit",
     "bridge_context",
     "check_balancer",
     "check_bridge",
     "check_expand",
+    "check_pipeline",
     "check_stage_client",
     "run_client_program",
+    "run_pipeline_round",
 ]

@@ -160,7 +160,9 @@ def kv_hold(trace: Trace) -> Iterator[Finding]:
                 yield f"the KV cache of request {request} was released before there was one", releases[0]
             continue
         end = next(verb for verb in script_of(asked, 0) if isinstance(verb, Finish | FinishSilently))
-        kept = isinstance(end, Finish) and bool(end.kv) and history.story(request).judged > prefill.ended
+        # A prefill that was aborted had not been heard to end: the two have crossed; its engine has a time-out for that.
+        heard = history.story(request).judged > prefill.ended and not prefill.aborts
+        kept = isinstance(end, Finish) and bool(end.kv) and heard
         if kept and lived and not taken and not releases and history.closed != NEVER:
             yield f"the KV cache of request {request} was neither taken over nor released", math.inf
         if releases and not (isinstance(end, Finish) and end.kv):

@@ -228,16 +228,16 @@ def test_the_vllm_client(vllm_zygote, tiny_model):
             return await check_stage_client(
                 factory,
                 make_dead=killed_by_its_pid(factory),
-                stage=engines.stage(engine_args={"max_num_seqs": 4}),
-                params={**params, "max_tokens": 5},
+                stage=engines.stage(engine_args={"max_num_seqs": 3}),
+                params={**params, "max_tokens": 4},
                 long_params={**params, "max_tokens": 900},
                 session=lambda request, piece: StageInput(token_ids=(request + 1, piece + 1)),
                 bad_params=[{"temprature": 1}, {"max_tokens": -1}, 5],
                 bad_inputs=[StageInput(token_ids=()), StageInput(token_ids=(1,) * 2000)],
                 method=("is_sleeping", ()),
-                storm=16,
+                storm=8,
                 timeout=20.0,
-                programs=6,
+                programs=5,
                 thorough=False,
             )
 

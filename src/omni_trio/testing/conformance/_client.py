@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Final
 
@@ -28,7 +28,7 @@ _SHRINK_SECONDS: Final = 20.0
 
 _SHRINK_RUNS: Final = 500
 
-_PER_CLIENT: Final = 50
+_PER_CLIENT: Final = 60
 """Programs that one client is used for."""
 
 
@@ -130,16 +130,14 @@ async def check_stage_client(
         lives.append(lambda: check_full(subject, make_full))
     if make_dead is not None:
         lives.append(lambda: check_death(subject, make_dead, slow_method))
-    everything = _Programs(subject, bad_params)
+    sessions, refusals = session is not None, len(subject.bad_inputs)
+    rng = random.Random(seed)  # noqa: S311 - nobody must be kept from guessing it
+    drawn = (draw_program(rng, operations, sessions=sessions, refusals=refusals) for _ in range(programs))
+    fixed = fixed_programs(sessions=sessions, refusals=refusals, storm=storm)
     with seeded(seed):
-        refusals = len(subject.bad_inputs)
-        await everything.check(fixed_programs(sessions=session is not None, refusals=refusals, storm=storm))
+        await _Programs(subject, bad_params).check((*fixed, *drawn))
         for life in lives:
             await _unless_skipped(skip, life)
-        rng = random.Random(seed)  # noqa: S311 - nobody must be kept from guessing it
-        await everything.check(
-            draw_program(rng, operations, sessions=session is not None, refusals=refusals) for _ in range(programs)
-        )
     return _summary(
         skip,
         {
@@ -223,7 +221,7 @@ class _Programs:
         self._subject = subject
         self._bad_params = bad_params
 
-    async def check(self, programs: Iterator[Program]) -> None:
+    async def check(self, programs: Sequence[Program]) -> None:
         left = list(programs)
         while left:
             batch, left = left[:_PER_CLIENT], left[_PER_CLIENT:]

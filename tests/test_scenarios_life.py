@@ -122,6 +122,10 @@ def test_u19_a_death_seen_at_submission_fails_that_request_only():
     run(main)
 
 
+class Bug(BaseException):
+    """Something that nothing in the runtime expects."""
+
+
 def test_u30_a_bug_of_our_own_reaches_every_waiter():
     """U30: something in the runtime itself raises; nobody waits for ever, and the block tells."""
 
@@ -135,16 +139,13 @@ def test_u30_a_bug_of_our_own_reaches_every_waiter():
                 heard.append(type(error))
                 raise
 
-        with pytest.raises(BaseException, match="") as caught:
+        with pytest.raises(Bug):
             async with simulated(P1, SimStage(script=lambda _: (Stall(),))) as runtime:
                 with pytest.raises(BaseExceptionGroup):
                     async with trio.open_nursery() as nursery:
                         for index in range(3):
                             nursery.start_soon(wait, runtime, f"r{index}")
                         await trio.sleep(1)
-
-                        class Bug(BaseException):
-                            pass
 
                         def broken():
                             raise Bug
@@ -153,7 +154,6 @@ def test_u30_a_bug_of_our_own_reaches_every_waiter():
                         runtime._orchestrator.tasks["r1"].scope.cancel()
                         await trio.sleep(1)
                 await trio.sleep_forever()
-        assert "Bug" in repr(caught.value)
         assert len(heard) == 3
 
     run(main)

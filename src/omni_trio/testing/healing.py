@@ -16,12 +16,17 @@ from .trace import Trace
 __all__ = ["check_healed", "heal"]
 
 
+_AMPLE = 1000.0
+"""Seconds that waiting for companions or chunks takes at most, where nothing is wrong."""
+
+
 def heal(plan: Plan, *, after: float) -> Plan:
     """Return the plan without any fault from a time on.
 
     Requests that arrive later are clean; the callers of earlier ones, where these are not, leave at that time at the
-    latest; what operators have closed is open again one second later, and aborts are acknowledged. A death can not be
-    undone: what comes later may still find no replica, where all of a stage have died.
+    latest; what operators have closed is open again one second later; aborts are acknowledged, and there is time
+    enough for everything. A death can not be undone: what comes later may still find no replica, where all of a stage
+    have died.
     """
     operator = tuple(act for act in plan.operator if act.at < after)
     if any(act.act in ("pause", "sleep") for act in operator):
@@ -34,6 +39,8 @@ def heal(plan: Plan, *, after: float) -> Plan:
         ),
         requests=tuple(_healed(plan, asked, after) for asked in plan.requests),
         operator=operator,
+        bundle_timeout=max(plan.bundle_timeout, _AMPLE),
+        chunk_timeout=max(plan.chunk_timeout, _AMPLE),
         on_engine_death="isolate",
         max_in_flight=max(plan.max_in_flight, len(plan.requests)),
         end=None,

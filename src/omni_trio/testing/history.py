@@ -113,10 +113,11 @@ class History:
                 under_way[entry.what, 0 if entry.what == "abort" else entry.count, entry.request] = at
                 if entry.what != "abort":
                     self.acts.append(at)
-        if self.closing == NEVER:  # the runtime ended by itself, or something hangs
-            self.closing = min(self.closed, *(when for many in self.noticed.values() for when in many), math.inf)
-            if trace.plan.on_engine_death == "isolate":
-                self.closing = self.closed
+        fatal = [many[0] for many in self.noticed.values()] if trace.plan.on_engine_death == "fail_stop" else []
+        self.fatal = min((at for at in fatal if at < min(self.closing, self.closed)), default=NEVER)
+        """When a death began to end the runtime."""
+        self.ending = min(self.closing, self.closed, self.fatal)
+        """When the runtime began to end."""
 
     def story(self, request: int) -> Story:
         """What the caller of a request saw."""

@@ -170,7 +170,7 @@ def _failures(plan: Plan, script: Script) -> set[str]:
 
 def _failures_of_companions(plan: Plan, scripts: list[Script]) -> set[str]:
     found = {end for script in scripts for end in _failures(plan, script)}
-    if any(takes(script) >= plan.bundle_timeout or not ends(script) for script in scripts):
+    if any(takes(script) >= plan.bundle_timeout or not (ends(script) or _failures(plan, script)) for script in scripts):
         found.add("DeadlineExceeded")
     return found
 

@@ -19,7 +19,16 @@ leaves after `when`."""
 BridgeAct: TypeAlias = Literal["pass", "raise", "nothing"]
 
 
-class StagePlan(msgspec.Struct, frozen=True, kw_only=True, repr_omit_defaults=True):
+class _Shown(msgspec.Struct, frozen=True):
+    """Data that is printed as the call that makes it again, without what that call can leave out."""
+
+    def __repr__(self) -> str:
+        fields = msgspec.structs.fields(self)
+        given = [(one.name, getattr(self, one.name)) for one in fields if getattr(self, one.name) != one.default]
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in given)})"
+
+
+class StagePlan(_Shown, frozen=True, kw_only=True):
     """One simulated stage. Stage 0 is fed by the prompt."""
 
     source: int | None = None
@@ -36,7 +45,7 @@ class StagePlan(msgspec.Struct, frozen=True, kw_only=True, repr_omit_defaults=Tr
     close_time: float = 0.0
 
 
-class SegmentPlan(msgspec.Struct, frozen=True, repr_omit_defaults=True):
+class SegmentPlan(_Shown, frozen=True):
     """One piece of a session's input."""
 
     tokens: tuple[int, ...]
@@ -45,7 +54,7 @@ class SegmentPlan(msgspec.Struct, frozen=True, repr_omit_defaults=True):
     """Seconds to wait before it is sent."""
 
 
-class RequestPlan(msgspec.Struct, frozen=True, kw_only=True, repr_omit_defaults=True):
+class RequestPlan(_Shown, frozen=True, kw_only=True):
     """One request: when it comes, what its caller does, and what the stages and bridges do with it."""
 
     arrival: float = 0.0
@@ -76,7 +85,7 @@ class RequestPlan(msgspec.Struct, frozen=True, kw_only=True, repr_omit_defaults=
         )
 
 
-class OperatorAct(msgspec.Struct, frozen=True, kw_only=True, repr_omit_defaults=True):
+class OperatorAct(_Shown, frozen=True, kw_only=True):
     """What somebody who runs the pipeline does at some moment."""
 
     at: float
@@ -86,7 +95,7 @@ class OperatorAct(msgspec.Struct, frozen=True, kw_only=True, repr_omit_defaults=
     replica: int = 0
 
 
-class Plan(msgspec.Struct, frozen=True, kw_only=True, repr_omit_defaults=True):
+class Plan(_Shown, frozen=True, kw_only=True):
     """One whole simulation. Equal plans give equal traces."""
 
     stages: tuple[StagePlan, ...]

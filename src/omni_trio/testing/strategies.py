@@ -61,6 +61,9 @@ TIMES = (0.0, 0.5, 1.0, 2.0, 5.0)
 """The seconds that anything takes, or comes at: few, so that things often happen at the same instant."""
 
 _KV = {"remote_request_id": "prefilled"}
+_AMPLE = 1000.0
+"""Seconds that waiting for companions or chunks never takes."""
+
 _NO_END = 1000.0
 """When operators open again what they have closed, at the latest; pausing takes up to a minute."""
 
@@ -147,44 +150,50 @@ def _times() -> st.SearchStrategy[float]:
 
 # ---- pipelines
 
-_Feed: TypeAlias = Literal["finish", "output", "kv", "connector"]
-_FEEDS: tuple[_Feed, ...] = ("finish", "output", "kv", "connector")
-_WHOLE_FEEDS: tuple[_Feed, ...] = ("finish", "kv")
-"""The ways of feeding a stage that starts when all companions have ended."""
-
 
 def pipelines(*, max_stages: int = 5, max_replicas: int = 3) -> st.SearchStrategy[Plan]:
     """Draw a pipeline of simulated stages, in any of the modes: a plan without requests."""
-    return _pipelines(max_stages, max_replicas)
+    return _pipelines(max_stages, max_replicas, st.just({}))
 
 
 @st.composite
-def _pipelines(draw: st.DrawFn, max_stages: int, max_replicas: int) -> Plan:
-    count = draw(st.integers(1, max_stages))
-    pair = count > 1 and draw(st.booleans()) and draw(st.booleans())
-    companions = draw(st.sampled_from((0, 0, 0, 1, 2, 3))) if count > 1 and not pair else 0
+def _pipelines(draw: st.DrawFn, max_stages: int, max_replicas: int, more: st.SearchStrategy[dict[str, Any]]) -> Plan:
+    # A list, of which shrinking can take out whole stages; what is illegal where one ends up is bent into shape.
+    wanted = draw(st.lists(st.tuples(_stage(max_replicas), more), min_size=1, max_size=max_stages))
+    count = len(wanted)
+    mode = draw(st.sampled_from(("", "", "pair", "companions"))) if count > 1 else ""
+    pair = mode == "pair"
     stages: list[StagePlan] = []
-    for index in range(count):
-        final, replicas = draw(st.booleans()), draw(st.integers(1, max_replicas))
+    for index, ((final, replicas, back, feed), _) in enumerate(wanted):
         if index == 0:
             stages.append(StagePlan(final=final and not pair, replicas=replicas))
         elif pair and index == 1:
             stages.append(StagePlan(source=0, final=final, replicas=replicas))
         else:
-            # The second stage is fed by the first one, so that companions have somebody whom they are for.
-            source = draw(st.integers(1 if pair else 0, index - 1))
-            whole = companions and source == 0
-            feed = draw(st.sampled_from(_WHOLE_FEEDS if whole else _FEEDS))
-            stages.append(StagePlan(source=source, feed=feed, final=final, replicas=replicas))
+            source = max(index - 1 - back, 1 if pair else 0)
+            whole = mode == "companions" and source == 0 and feed not in ("finish", "kv")
+            stages.append(StagePlan(source=source, feed="kv" if whole else feed, final=final, replicas=replicas))
     sources = {stage.source for stage in stages}
     return Plan(
-        stages=tuple(replace(stage, final=stage.final or index not in sources) for index, stage in enumerate(stages)),
+        stages=tuple(
+            replace(stage, final=stage.final or index not in sources, **wanted[index][1])
+            for index, stage in enumerate(stages)
+        ),
         requests=(),
         pair=pair,
-        companions=companions,
-        bundle_timeout=draw(st.sampled_from((60.0, 3.0))) if companions else 60.0,
-        chunk_timeout=50.0,
+        companions=draw(st.integers(1, 3)) if mode == "companions" else 0,
+        bundle_timeout=_AMPLE,
+        chunk_timeout=_AMPLE,
     )
+
+
+_Feed: TypeAlias = Literal["finish", "output", "kv", "connector"]
+
+
+def _stage(max_replicas: int) -> st.SearchStrategy[tuple[bool, int, int, _Feed]]:
+    """Whether it is final, how many replicas it has, how far back its source is, and how it is fed."""
+    feeds: tuple[_Feed, ...] = get_args(_Feed)
+    return st.tuples(st.booleans(), st.integers(1, max_replicas), st.integers(0, 3), st.sampled_from(feeds))
 
 
 # ---- requests
@@ -215,7 +224,7 @@ def scripts(faults: Faults = NO_FAULTS, *, prefills: bool = False) -> st.SearchS
 
 @st.composite
 def _scripts(draw: st.DrawFn, faults: Faults, prefills: bool) -> Script:
-    body = draw(_WORK)
+    body = draw(_WORK) if draw(st.integers(0, 3)) else ()
     if faults.verbs and draw(st.integers(0, 2)) == 2:
         fault = draw(st.sampled_from(faults.verbs))
         return (fault,) if isinstance(fault, Reject | DieOnSubmit) else (*body, fault)
@@ -279,6 +288,10 @@ def _requests(draw: st.DrawFn, pipeline: Plan, faults: Faults) -> RequestPlan:
             bridges=_bridges(draw, pipeline, faults),
         )
     return asked
+
+
+def _has_connectors(pipeline: Plan) -> bool:
+    return any(stage.feed == "connector" for stage in pipeline.stages)
 
 
 def _takes_sessions(pipeline: Plan) -> bool:
@@ -362,8 +375,17 @@ def _simulations(
     max_requests: int,
 ) -> Plan:
     allowed = draw(fault_plans(faults)) if isinstance(faults, str) else faults
-    plan = draw(pipelines()) if pipeline is None else pipeline
-    plan = replace(plan, stages=tuple(_disturbed(draw, stage, allowed) for stage in plan.stages))
+    more = _disturbances(allowed)
+    if pipeline is None:
+        plan = draw(_pipelines(5, 3, more))
+    else:
+        plan = replace(pipeline, stages=tuple(replace(stage, **draw(more)) for stage in pipeline.stages))
+    if pipeline is None and allowed.level != "none":
+        plan = replace(
+            plan,
+            bundle_timeout=draw(st.sampled_from((_AMPLE, 3.0))) if plan.companions else _AMPLE,
+            chunk_timeout=draw(st.sampled_from((_AMPLE, 4.0))) if _has_connectors(plan) else _AMPLE,
+        )
     count = draw(st.integers(min_requests, max_requests))
     plan = replace(
         plan,
@@ -380,20 +402,18 @@ def _simulations(
     return replace(plan, requests=tuple(_patient(plan, index) for index in range(count)))
 
 
-def _disturbed(draw: st.DrawFn, stage: StagePlan, faults: Faults) -> StagePlan:
-    stage = replace(stage, capacity=draw(st.sampled_from((1000, 2, 1))))
+@st.composite
+def _disturbances(draw: st.DrawFn, faults: Faults) -> dict[str, Any]:
+    """Draw what a stage is like beside its place in the pipeline."""
+    made: dict[str, Any] = {"capacity": draw(st.sampled_from((1000, 2, 1)))}
     if faults.level != "none":
-        stage = replace(
-            stage,
-            submit_time=draw(st.sampled_from((0.0, 0.0, 0.0, 0.5))),
-            close_time=draw(st.sampled_from((0.0, 0.0, 2.0))),
-        )
-    if faults.stages:
-        wrong = draw(st.sampled_from(("", *faults.stages)))
-        if wrong == "slow abort":
-            return replace(stage, abort_time=draw(_times()))
-        if wrong == "no abort":
-            return replace(stage, abort_time=30.0)
-        if wrong:
-            return replace(stage, abort_error="simulated refusal to abort")
-    return stage
+        made["submit_time"] = draw(st.sampled_from((0.0, 0.0, 0.0, 0.5)))
+        made["close_time"] = draw(st.sampled_from((0.0, 0.0, 2.0)))
+    wrong = draw(st.sampled_from(("", *faults.stages))) if faults.stages else ""
+    if wrong == "slow abort":
+        made["abort_time"] = draw(_times())
+    elif wrong == "no abort":
+        made["abort_time"] = 30.0
+    elif wrong:
+        made["abort_error"] = "simulated refusal to abort"
+    return made

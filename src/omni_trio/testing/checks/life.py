@@ -164,7 +164,7 @@ def death(trace: Trace) -> Iterator[Finding]:
         name = f"replica {where[1]} of stage {where[0]}"
         noticed = history.noticed.get(where, [])
         if not noticed:
-            if at < history.closing and history.closed != NEVER:
+            if at < history.ending and history.closed != NEVER:
                 yield f"the death of {name} was not noticed", at
             continue
         if history.time(noticed[0]) > history.time(at) + (HELD_UP if plan.buggify else 1e-6):
@@ -199,10 +199,12 @@ def shutdown(trace: Trace) -> Iterator[Finding]:
     if history.closed == NEVER:
         yield "the runtime was not closed", math.inf
         return
-    began = min(history.closed, history.closing)
     budget = plan.abort_timeout + _SHUTDOWN + _NEWS + HELD_UP
-    if history.time(history.closed) > history.time(began) + budget:
-        yield f"closing took until {history.time(history.closed):g}, from {history.time(began):g}", history.closed
+    if history.time(history.closed) > history.time(history.ending) + budget:
+        yield (
+            f"closing took until {history.time(history.closed):g}, from {history.time(history.ending):g}",
+            history.closed,
+        )
     for where in history.ups:
         if history.downs.get(where, NEVER) > history.closed:
             yield f"replica {where[1]} of stage {where[0]} was not closed", math.inf
@@ -211,8 +213,8 @@ def shutdown(trace: Trace) -> Iterator[Finding]:
         if entry.who != "caller" or entry.what == "admitted":
             yield f"{entry.who} {entry.what!r} after the runtime was closed", at
             break
-    fatal = plan.on_engine_death == "fail_stop" and any(min(many) < history.closed for many in history.noticed.values())
-    if fatal and not trace.failure.startswith("EngineDied") and began != history.closing:
+    fatal = history.fatal != NEVER
+    if fatal and not trace.failure.startswith("EngineDied"):
         yield f"an engine died, and leaving the block raised {trace.failure or 'nothing'}", history.closed
     if trace.failure and not fatal:
         yield f"leaving the block raised {trace.failure}", history.closed
@@ -235,7 +237,7 @@ def bounded_waits(trace: Trace) -> Iterator[Finding]:
             continue
         limit = (plan.abort_timeout if act.what == "abort" else _OPERATION) + slack
         done = history.done.get(at, NEVER)
-        until = history.time(done) if done != NEVER else history.time(min(history.closing, history.closed))
+        until = history.time(done) if done != NEVER else history.time(history.ending)
         if done == NEVER and until == math.inf:
             yield f"{act.what!r} has not come back", at
         elif until > act.time + limit:

@@ -116,6 +116,7 @@ def named_companion(trace: Trace) -> Iterator[Finding]:
     plan, history = trace.plan, trace.history
     if not plan.companions:
         return
+    slack = HELD_UP if plan.buggify else 0.0
     for (request, role, _, _), leg in history.legs.items():
         if role is None or leg.ended == NEVER or trace.entries[int(leg.ended)].detail != "error":
             continue
@@ -124,7 +125,8 @@ def named_companion(trace: Trace) -> Iterator[Finding]:
             continue
         earlier = [other for other in history.of_request[request] if other is not leg and other.ended != NEVER]
         if any(
-            trace.entries[int(other.ended)].detail == "error" and history.time(other.ended) <= history.time(leg.ended)
+            trace.entries[int(other.ended)].detail == "error"
+            and history.time(other.ended) <= history.time(leg.ended) + slack
             for other in earlier
         ):
             continue  # which of the two comes first is for the schedule to say
@@ -133,7 +135,7 @@ def named_companion(trace: Trace) -> Iterator[Finding]:
             yield f"{leg.name} failed, and the request did not", leg.ended
         elif verdict.detail == "failed" and "companion" in verdict.text and repr(role) not in verdict.text:
             yield f"{leg.name} failed, and the verdict names another: {verdict.text}", story.judged
-        elif history.time(story.judged) > history.time(leg.ended):
+        elif history.time(story.judged) > history.time(leg.ended) + slack:
             yield f"{leg.name} failed, and its request only later", story.judged
 
 
@@ -165,5 +167,7 @@ def kv_hold(trace: Trace) -> Iterator[Finding]:
         kept = isinstance(end, Finish) and bool(end.kv) and heard
         if kept and lived and not taken and not releases and history.closed != NEVER:
             yield f"the KV cache of request {request} was neither taken over nor released", math.inf
+        if releases and releases[0] < prefill.ended:
+            yield f"the KV cache of request {request} was released before there was one", releases[0]
         if releases and not (isinstance(end, Finish) and end.kv):
             yield f"a KV cache of request {request} was released that nobody has kept", releases[0]

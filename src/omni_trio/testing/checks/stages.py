@@ -162,7 +162,7 @@ def kv_hold(trace: Trace) -> Iterator[Finding]:
                 yield f"the KV cache of request {request} was released before there was one", releases[0]
             continue
         end = next(verb for verb in script_of(asked, 0) if isinstance(verb, Finish | FinishSilently))
-        # A prefill that was aborted had not been heard to end: the two have crossed; its engine has a time-out for that.
+        # A prefill that was aborted had not been heard to end: the two have crossed, and its engine has a time-out.
         heard = history.story(request).judged > prefill.ended and not prefill.aborts
         kept = isinstance(end, Finish) and bool(end.kv) and heard
         if kept and lived and not taken and not releases and history.closed != NEVER:

@@ -280,3 +280,8 @@ def test_pieces_arrive_in_order_and_none_is_lost(pieces, pauses, take, schedule)
         assert list(result["b"].token_ids) == expected
 
     run(main)
+
+
+def test_a_plan_without_requests_ends():
+    trace = omni.run_simulation(omni.Plan(stages=(omni.StagePlan(final=True),), requests=()))
+    omni.check_all(trace)

@@ -90,6 +90,8 @@ class _Run:
         self._failure = ""
         self._done = 0
         self._all_done = trio.Event()
+        if not plan.requests:
+            self._all_done.set()
         self._pipeline = build_pipeline(plan)
         self._opened: list[Runtime] = []
         self._replicas: dict[tuple[int, int], Any] = {}

@@ -242,6 +242,10 @@ def test_a_bug_is_found_and_shrunk_to_next_to_nothing():
     assert asked.act == "wait"
 
 
+def test_a_plan_without_requests_ends():
+    check_all(run_simulation(Plan(stages=(StagePlan(final=True),), requests=())))
+
+
 # ---- pieces, whose content simulations of plans do not look at
 
 TIMES = st.sampled_from(omni.TIMES)
@@ -280,8 +284,3 @@ def test_pieces_arrive_in_order_and_none_is_lost(pieces, pauses, take, schedule)
         assert list(result["b"].token_ids) == expected
 
     run(main)
-
-
-def test_a_plan_without_requests_ends():
-    trace = omni.run_simulation(omni.Plan(stages=(omni.StagePlan(final=True),), requests=()))
-    omni.check_all(trace)

@@ -16,7 +16,7 @@ from omni_trio.bridges import BridgeContext, Companion, ExpandContext
 from omni_trio.errors import EngineDied, OmniTrioError, RequestError
 from omni_trio.messages import Output, Progress, StageInput, StageMetrics, StageRequest, TraceEvent
 from omni_trio.pipeline import Pipeline, StageSpec
-from omni_trio.runtime import Request, RequestStream, Runtime, holdings, load_of, open_runtime
+from omni_trio.runtime import Holdings, Request, RequestStream, Runtime, holdings, load_of, open_runtime
 from omni_trio.stages import ClientFactory, ReplicaContext, StageClient
 
 from ._buggify import buggified
@@ -86,6 +86,7 @@ class _Run:
         self._entries: list[Entry] = []
         self._audit = Audit()
         self._idle_steps = 0
+        self._idle_holdings: Holdings | None = None
         self._closed_at = 0.0
         self._failure = ""
         self._done = 0
@@ -199,6 +200,7 @@ class _Run:
                             await self._all_done.wait()
                     if plan.end is None:
                         await self._watch_idleness(runtime)
+                        self._idle_holdings = holdings(runtime)
                     self._note("runtime", "closing")
             except OmniTrioError as error:
                 self._failure = f"{type(error).__name__}: {error}"
@@ -215,10 +217,11 @@ class _Run:
 
     def _count(self, runtime: Runtime, *, tasks: int) -> Audit:
         held, stats = holdings(runtime), runtime.stats()
+        before = self._idle_holdings or held
         return Audit(
-            requests=held.requests,
-            legs=held.legs,
-            load=held.load,
+            requests=max(held.requests, before.requests),
+            legs=max(held.legs, before.legs),
+            load=max(held.load, before.load),
             work=sum(client.statistics().running for client in self._replicas.values()),
             tasks=tasks,
             finished=stats.finished,

@@ -1,4 +1,4 @@
-"""Invariants tested: all that traces show (I1-I13, I15, I16), in drawn simulations of all modes, as users draw them.
+"""Invariants tested: all that traces show (I1-I13, I15, I16), and I14, in drawn simulations of all modes.
 
 Safety: whatever goes wrong, nothing forbidden happens. Liveness: when faults stop, everything comes right again.
 """
@@ -60,6 +60,53 @@ def test_what_goes_wrong_with_single_requests(plan):
 @given(omni.simulations(faults="heavy"))
 def test_whatever_goes_wrong(plan):
     check_all(played(plan))
+
+
+class Snapshots:
+    """What crossed the border between the runtime and the stages, with what it looked like then (I14)."""
+
+    def __init__(self) -> None:
+        self.taken: list[tuple[object, str]] = []
+
+    def take(self, thing: object) -> None:
+        self.taken.append((thing, repr(thing)))
+
+    def wrap(self, factory):
+        @asynccontextmanager
+        async def opened(context):
+            async with factory(context) as client:
+                for name in ("submit", "update"):
+                    setattr(client, name, self._noting_input(getattr(client, name)))
+                client.receive = self._noting_outputs(client.receive)
+                yield client
+
+        return opened
+
+    def _noting_input(self, method):
+        async def noted(request):
+            self.take(request)
+            await method(request)
+
+        return noted
+
+    def _noting_outputs(self, receive):
+        async def noted():
+            outputs = await receive()
+            for output in outputs:
+                self.take(output)
+            return outputs
+
+        return noted
+
+
+@examples(200)
+@given(omni.simulations(faults="heavy"))
+def test_what_was_handed_over_stays_as_it_was(plan):
+    """I14: no request or stage changes what another was handed, or what a stage has said."""
+    snapshots = Snapshots()
+    check_all(run_simulation(plan, wrap=snapshots.wrap))
+    changed = [then for thing, then in snapshots.taken if repr(thing) != then]
+    assert not changed
 
 
 # ---- liveness

@@ -71,7 +71,7 @@ __all__ = [
 
 NOT_VISIBLE: Mapping[str, str] = {
     "I14": "traces hold copies, in which it does not show that requests or stages share an object; the contract checks "
-    "of bridges and stages look at the objects themselves",
+    "of bridges and stages look at the objects themselves, as does a property test of ours",
 }
 """The invariants that no check looks at, and why. Of the others, what concerns real processes (I12, I15: sockets,
 descriptors, shared memory, sentinels) is for tests with engines."""

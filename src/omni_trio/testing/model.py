@@ -48,11 +48,19 @@ class _AtStage:
     """Whether it may stay here for ever."""
 
 
-def permitted(plan: Plan, request: int) -> Permitted:
-    """Say what may become of a request."""
+def permitted(plan: Plan, request: int, *, deadly: bool | None = None) -> Permitted:
+    """Say what may become of a request.
+
+    Args:
+        plan: the whole simulation.
+        request: index of the request.
+        deadly: what `may_die` says of the plan, for those who ask about many requests of it; None: it is asked.
+    """
     asked = plan.requests[request]
     stages = _session(plan, asked) if asked.segments is not None else _stages(plan, asked)
-    found = {end for stage in stages for end in stage.fails} | _from_outside(plan, asked)
+    found = {end for stage in stages for end in stage.fails} | _from_outside(
+        plan, asked, deadly=may_die(plan) if deadly is None else deadly
+    )
     if all(stages[index].ends for index in needed_stages(plan)) and asked.act != "stop reading":
         found.add("finished")
     return Permitted(
@@ -200,7 +208,7 @@ def _tokens(plan: Plan, asked: RequestPlan) -> dict[int, tuple[int, ...]]:
 # ---- the others
 
 
-def _from_outside(plan: Plan, asked: RequestPlan) -> set[str]:
+def _from_outside(plan: Plan, asked: RequestPlan, *, deadly: bool) -> set[str]:
     found: set[str] = set()
     if asked.act in ("leave", "stop reading"):
         found.add("left")
@@ -216,7 +224,7 @@ def _from_outside(plan: Plan, asked: RequestPlan) -> set[str]:
         found.add("RequestAborted")
     if plan.companions and (_crowded(plan) or plan.operator):
         found.add("DeadlineExceeded")
-    if may_die(plan):
+    if deadly:
         isolated = plan.on_engine_death == "isolate"
         found |= {"EngineDied", "ReplicaLost", "NoReplicaAvailable"} if isolated else {"EngineDied", "ShutDown"}
     return found

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 
 from omni_trio.testing.history import NEVER
-from omni_trio.testing.model import Permitted, needed_stages, permitted, times_alone
+from omni_trio.testing.model import Permitted, may_die, needed_stages, permitted, times_alone
 from omni_trio.testing.plan import Plan
 from omni_trio.testing.trace import Trace
 
@@ -21,11 +21,12 @@ _LOST = frozenset(("ReplicaLost", "EngineDied", "NoReplicaAvailable"))
 def isolation(trace: Trace) -> Iterator[Finding]:
     """A request with no fault of its own ends well, unless a replica that it needs has died or the runtime ends."""
     plan, history = trace.plan, trace.history
+    deadly = may_die(plan)
     for request, asked in enumerate(plan.requests):
         story = history.story(request)
         if not asked.is_clean or not story.ends:
             continue
-        ends = _by_itself(plan, permitted(plan, request))
+        ends = _by_itself(plan, permitted(plan, request, deadly=deadly))
         if touched(trace, request):
             ends |= _LOST
         if (how := trace.entries[story.ends[0]].detail) not in ends:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 
 from omni_trio.testing.history import NEVER, History, Story
-from omni_trio.testing.model import permitted, script_of
+from omni_trio.testing.model import may_die, permitted, script_of
 from omni_trio.testing.script import Wait
 from omni_trio.testing.trace import Trace
 
@@ -199,11 +199,12 @@ def fresh(trace: Trace) -> Iterator[Finding]:
 def model(trace: Trace) -> Iterator[Finding]:
     """Every request ends in a way that the reference model permits, finished ones with exactly its tokens."""
     history = trace.history
+    deadly = may_die(trace.plan)
     for request in range(len(trace.plan.requests)):
         story = history.story(request)
         if not story.ends:
             continue
-        may = permitted(trace.plan, request)
+        may = permitted(trace.plan, request, deadly=deadly)
         entry = trace.entries[story.ends[0]]
         how = "left" if entry.what == "left" else entry.detail
         if how not in may.ends:
